@@ -1218,15 +1218,17 @@ class GrpcServer:
 
     async def _serve_call(self, call: _Call) -> None:
         status = Status(StatusCode.OK)
-        with call.scope:
-            try:
-                with _as_status():
-                    await self._answer(call)
-            except RpcFailedError as exc:
-                status = exc.status
-            with contextlib.suppress(h2.exceptions.H2Error):  # the peer reset the call in this very moment
-                await call.close(status)
-        call.release()
+        try:
+            with call.scope:
+                try:
+                    with _as_status():
+                        await self._answer(call)
+                except RpcFailedError as exc:
+                    status = exc.status
+                with contextlib.suppress(h2.exceptions.H2Error):  # the peer reset the call in this very moment
+                    await call.close(status)
+        finally:
+            call.release()
 
     async def _answer(self, call: _Call) -> None:
         start = await call.receive_event()

@@ -215,6 +215,7 @@ async def running_kubelet(tmp_path: Path) -> AsyncIterator[Kubelet]:
 
     What it writes to stderr is shown where the context fails, or all the time if AFXDPD_TEST_VERBOSE is set.
     """
+    tmp_path.mkdir(parents=True, exist_ok=True)
     log = tmp_path / "kubelet.stderr"
     try:
         with log.open("wb") as stderr:
