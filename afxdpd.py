@@ -175,8 +175,8 @@ class RpcError(Exception):
 # worker threads. All others return at once.
 # ======================================================================================================================
 
-XDP_MODES = {0: None, 1: "native", 2: "generic", 3: "offloaded", 4: "several"}
-"""Values of IFLA_XDP_ATTACHED, see if_link.h."""
+XDP_MODES = {"xdp": "native", "xdpgeneric": "generic", "xdpoffload": "offloaded", "xdpmulti": "several"}
+"""pyroute2's names of the values of IFLA_XDP_ATTACHED (if_link.h), and ours."""
 
 
 def _check(result: int, what: str) -> int:
@@ -371,7 +371,7 @@ class Network:
         link = ifinfmsg(message)
         link.decode()
         xdp = link.get_attr("IFLA_XDP")
-        mode = XDP_MODES.get(xdp.get_attr("IFLA_XDP_ATTACHED") or 0, "unknown") if xdp else None
+        mode = XDP_MODES.get(xdp.get_attr("IFLA_XDP_ATTACHED")) if xdp else None
         return NetDevice(
             name=link.get_attr("IFLA_IFNAME"),
             ifindex=link["index"],
@@ -492,8 +492,10 @@ class Xdp:
                 link, xdp_mode = lib.uds_xdp_link_create(program.fileno(), ifindex, 0), "native"
                 if link == -errno.EOPNOTSUPP:
                     link, xdp_mode = lib.uds_xdp_link_create(program.fileno(), ifindex, 1), "generic"
-                if link in (-errno.EBUSY, -errno.EEXIST):  # EEXIST: attached in the other mode
-                    raise ForeignProgramError(-link, self._network.device(ifindex))
+                if link in (-errno.EBUSY, -errno.EEXIST, -errno.EINVAL):
+                    device = self._network.device(ifindex)  # ENODEV, for which the call above has EINVAL
+                    if device.xdp_prog_id:
+                        raise ForeignProgramError(-link, device)
                 link_fd = Fd(_check(link, f"attaching XDP to ifindex {ifindex}"))
             except OSError:
                 xskmap.close()

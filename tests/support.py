@@ -8,6 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -32,6 +33,14 @@ def make_veth(*names: str, queues: int = 1) -> None:
             ipr.link("add", ifname=name, kind="veth", num_rx_queues=queues, num_tx_queues=queues, peer=peer)
             for end in (name, f"{name}p"):
                 ipr.link("set", index=ipr.link_lookup(ifname=end)[0], state="up")
+
+
+def wait_up(name: str) -> None:
+    """Waits until a device of this namespace is operational: before that it drops what is sent on it."""
+    with IPRoute() as ipr:
+        ipr.bind()
+        while ipr.link("get", ifname=name)[0].get_attr("IFLA_OPERSTATE") != "UP":
+            list(ipr.get())  # until something changes
 
 
 def delete_link(name: str) -> None:
@@ -189,10 +198,53 @@ ETHERTYPE = 0x88B5
 """For local experiments; see IEEE 802."""
 
 
-def send_packets(name: str, count: int, first: int = 0) -> None:
-    """Sends numbered packets on a device of this namespace, in the form that examples/pod_app.py counts."""
+def send_packets(name: str, count: int, *, first: int = 0, rate: int = 10_000) -> None:
+    """Sends numbered packets on a device of this namespace, in the form that examples/pod_app.py counts.
+
+    Args:
+        name: The device; its other end is the pod's.
+        count: How many, in bursts.
+        first: The number of the first one.
+        rate: Packets in a second: the application's ring holds what comes while it is not scheduled.
+    """
+    wait_up(name)
+    burst = 50
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
         sock.bind((name, 0))
         header = b"\xff" * 6 + b"\x02" * 6 + struct.pack(">H", ETHERTYPE) + b"AFXDPQS1"
-        for number in range(first, first + count):
-            sock.send(header + struct.pack(">Q", number) + bytes(38))
+        start = time.monotonic()
+        for number in range(count):
+            if number % burst == 0:
+                time.sleep(max(0.0, start + number / rate - time.monotonic()))  # the rate, nothing is waited for
+            sock.send(header + struct.pack(">Q", first + number) + bytes(38))
+
+
+class PodApp:
+    """examples/pod_app.py at work in a pod; ready when it is made."""
+
+    def __init__(self, pod: Pod, directory: Path, hostname: str, devices: list[str], packets: int) -> None:
+        named = [option for device in devices for option in ("--device", device)]
+        command = [
+            *pod.prefix(),
+            *(sys.executable, str(ROOT / "examples" / "pod_app.py"), *named),
+            *("--socket-dir", str(directory), "--hostname", hostname, "--frames", "4096"),
+            *("--packets", str(packets), "--seconds", "20", "--json"),
+        ]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        ready = self._process.stdout.readline()
+        if not ready.startswith("ready: "):
+            raise AssertionError(f"{ready}{self._process.communicate()[1]}")
+
+    def __enter__(self) -> PodApp:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def result(self) -> dict[str, Any]:
+        """Waits until it ends and returns what it counted; see its --help."""
+        output, errors = self._process.communicate(timeout=60)
+        assert self._process.returncode == 0, output + errors
+        return dict(json.loads(output.splitlines()[-1]))
