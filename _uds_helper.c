@@ -208,9 +208,8 @@ int uds_obj_get(const char *path)
 
 /* -- Messages ------------------------------------------------------------------------------------------------- */
 
-/* Closes a descriptor that a peer sent. With SO_LINGER set on it, close() would wait for as long as the peer likes;
- * where it is no socket, the option fails and nothing is lost. socket(7). */
-static void discard(int fd)
+/* Where the descriptor is no socket, the option fails and nothing is lost. socket(7). */
+void uds_discard(int fd)
 {
     const struct linger off = {0};
 
@@ -266,7 +265,7 @@ int uds_recv(int sock, char *buffer, unsigned int size, int *fds, unsigned int m
                 if (*n_fds < max_fds)
                     fds[*n_fds] = fd;
                 else
-                    discard(fd);
+                    uds_discard(fd);
                 ++*n_fds;
             }
         }

@@ -214,9 +214,14 @@ class Fd:
         """Another descriptor of the same file, the caller's to close."""
         return Fd(os.dup(self._fd))
 
+    def release(self) -> int:
+        """Gives up the descriptor: the number is the caller's to close, and -1 here."""
+        fd, self._fd = self._fd, -1
+        return fd
+
     def close(self) -> None:
         """Closes the descriptor; closing twice is harmless."""
-        fd, self._fd = self._fd, -1
+        fd = self.release()
         if fd >= 0:
             os.close(fd)
 
@@ -1273,11 +1278,11 @@ def _as_status(method: str = "gRPC") -> Iterator[None]:
         raise RpcFailedError(Status(StatusCode.INTERNAL, f"{method} failed, see the log of the plugin")) from exc
 
 
-def open_unix_listener(path: Path, *, kind: socket.SocketKind = socket.SOCK_STREAM) -> trio.socket.SocketType:
+def open_unix_listener(path: Path, *, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
     """Makes a listening Unix socket at a path, whose directory exists; a file there is replaced.
 
     Returns:
-        The socket, the caller's to close. The file stays.
+        The non-blocking socket, the caller's to close. The file stays.
 
     Raises:
         OSError: From socket(2), bind(2), listen(2).
@@ -1287,10 +1292,11 @@ def open_unix_listener(path: Path, *, kind: socket.SocketKind = socket.SOCK_STRE
     try:
         listener.bind(os.fspath(path))
         listener.listen(128)
-        return trio.socket.from_stdlib_socket(listener)
+        listener.setblocking(False)
     except OSError as exc:
         listener.close()
         raise OSError(exc.errno, exc.strerror or str(exc), os.fspath(path)) from exc
+    return listener
 
 
 def refuse_busy(path: Path) -> None:
@@ -1721,7 +1727,7 @@ class ResourceServer:
                 await self._watch_stream(server)
 
         async with trio.open_nursery() as nursery:
-            await nursery.start(server.serve_unix, trio.SocketListener(listener))
+            await nursery.start(server.serve_unix, trio.SocketListener(trio.socket.from_stdlib_socket(listener)))
             try:
                 await _first_of(watch_files, watch_kubelet)
             finally:
@@ -2048,6 +2054,8 @@ class PodResources:
 
 SESSIONS_MAX = 64
 """Connections at the same time on one socket; further ones are closed at once."""
+LINES_MAX = 10
+"""Lines in the log about the pod at one socket, in a minute; further ones are left out."""
 SEND_TIMEOUT = 5.0
 """Seconds for a pod to read a reply."""
 OWNER_TIMEOUT = 5.0
@@ -2213,7 +2221,8 @@ class UdsServer:
         self._is_owner = is_owner
         self._xskmap = xskmap
         self._sessions = 0
-        self._refused = False
+        self._said = 0  # lines in the minute that began at …
+        self._said_since = -60.0
         self.scope = trio.CancelScope()
 
     @property
@@ -2221,7 +2230,7 @@ class UdsServer:
         """The socket."""
         return self._directory / SOCKET_NAME
 
-    def listen(self, host: HostHandler, uid: int) -> trio.socket.SocketType:
+    def listen(self, host: HostHandler, uid: int) -> socket.socket:
         """Makes directory and socket, for root and one more user; returns the listening socket, the caller's."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         listener = open_unix_listener(self.path, kind=socket.SOCK_SEQPACKET)
@@ -2237,50 +2246,67 @@ class UdsServer:
             raise
         return listener
 
-    async def serve(self, listener: trio.socket.SocketType) -> None:
+    async def serve(self, listener: socket.socket) -> None:
         """Accepts connections until its scope is cancelled, then ends them all and closes the listener."""
         with self.scope, listener:
-            async with trio.open_nursery() as nursery:
-                while True:
-                    try:
-                        connection, _ = await listener.accept()
-                    except OSError as exc:
-                        # Out of descriptors or memory: the connection stays in the queue.
-                        log.warning("%s: cannot accept connections: %s", self._name, exc.strerror)
-                        await trio.sleep(1)
-                        continue
-                    if self._sessions < SESSIONS_MAX:
-                        self._sessions += 1
-                        nursery.start_soon(self._serve_session, connection)
-                    else:
-                        connection.close()
-                        if not self._refused:
-                            log.warning(
-                                "%s: %d connections are open, further ones are refused", self._name, SESSIONS_MAX
-                            )
-                            self._refused = True
+            try:
+                async with trio.open_nursery() as nursery:
+                    while True:
+                        await self._accept(listener, nursery)
+            finally:
+                with contextlib.suppress(OSError):
+                    while True:
+                        _discard_connection(listener.accept()[0])
 
-    async def _serve_session(self, connection: trio.socket.SocketType) -> None:
+    async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
+        await trio.lowlevel.checkpoint()
         try:
-            with connection:
-                await self._converse(connection)
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            await trio.lowlevel.wait_readable(listener)
+        except OSError as exc:
+            # Out of descriptors or memory: the connection stays in the queue.
+            self._say(logging.WARNING, "cannot accept connections: %s", exc.strerror)
+            await trio.sleep(1)
+        else:
+            if self._sessions < SESSIONS_MAX:
+                self._sessions += 1
+                nursery.start_soon(self._serve_session, connection)
+            else:
+                _discard_connection(connection)
+                self._say(logging.WARNING, "%d connections are open, further ones are refused", SESSIONS_MAX)
+
+    async def _serve_session(self, connection: socket.socket) -> None:
+        try:
+            await self._converse(connection)
         except trio.TooSlowError:
-            log.info("%s: connection closed: the pod does not read", self._name)
+            self._say(logging.WARNING, "connection closed: the pod does not read")
         except OSError as exc:
             log.debug("%s: connection closed: %s", self._name, exc.strerror)
         except Exception:
             log.exception("%s: connection closed, which is a bug", self._name)
         finally:
+            _discard_connection(connection)
             self._sessions -= 1
-            self._refused = self._refused and self._sessions > SESSIONS_MAX // 2
 
-    async def _converse(self, connection: trio.socket.SocketType) -> None:
+    def _say(self, level: int, text: str, *arguments: object) -> None:
+        """Logs what a pod does: so many lines a minute, whatever it does."""
+        now = trio.current_time()
+        if now - self._said_since >= 60:
+            self._said_since, self._said = now, 0
+        self._said += 1
+        if self._said <= LINES_MAX:
+            log.log(level, "%s: " + text, self._name, *arguments)
+        elif self._said == LINES_MAX + 1:
+            log.warning("%s: further lines about its pod in this minute are left out", self._name)
+
+    async def _converse(self, connection: socket.socket) -> None:
         connected = False
         while True:
             with trio.move_on_after(self._idle_timeout) as idle:
                 packet = await _receive_packet(connection)
             if idle.cancelled_caught:
-                log.info("%s: connection closed: silent for %g s", self._name, self._idle_timeout)
+                self._say(logging.INFO, "connection closed: silent for %g s", self._idle_timeout)
                 return
             if packet is None:
                 return
@@ -2309,7 +2335,7 @@ class UdsServer:
             case GetXskMap(device):
                 xskmap = self._xskmap(device)
                 if xskmap is None:
-                    log.warning("%s: no map for %r: it is no device of this allocation", self._name, device)
+                    self._say(logging.WARNING, "no map for %r: it is no device of this allocation", device)
                     return FD_NAK, None
                 return FD_ACK, xskmap.duplicate()
             case ConfigBusyPoll(timeout_us, budget):
@@ -2325,9 +2351,9 @@ class UdsServer:
             if await self._is_owner(hostname):
                 return HOST_OK
         except RpcError as exc:
-            log.warning("%s: cannot find out who holds the device: %s", self._name, exc)
+            self._say(logging.WARNING, "cannot find out who holds the device: %s", exc)
             return ERROR
-        log.warning("%s: refused: the host %r is not the pod that holds the device", self._name, hostname)
+        self._say(logging.WARNING, "refused: the host %r is not the pod that holds the device", hostname)
         return HOST_NAK
 
     def _config_busy_poll(self, fds: list[Fd], timeout_us: int, budget: int) -> bytes:
@@ -2335,7 +2361,7 @@ class UdsServer:
             fd = fds[0].fileno() if len(fds) == 1 else -1
             _check(lib.uds_busy_poll(fd, timeout_us, budget), f"busy polling on {len(fds)} file descriptors")
         except OSError as exc:
-            log.warning("%s: %s: %s", self._name, exc.filename, exc.strerror)
+            self._say(logging.WARNING, "%s: %s", exc.filename, exc.strerror)
             return BUSY_POLL_NAK
         return BUSY_POLL_ACK
 
@@ -2364,7 +2390,7 @@ class Packet:
 
     def _close(self) -> None:
         for fd in self.fds:
-            fd.close()
+            lib.uds_discard(fd.release())
 
 
 _CLOSERS: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("afxdpd_closers")
@@ -2380,12 +2406,13 @@ def _closers() -> trio.CapacityLimiter:
         return limiter
 
 
-async def _receive_packet(connection: trio.socket.SocketType) -> Packet | None:
+async def _receive_packet(connection: socket.socket) -> Packet | None:
     """Waits for one packet; None at end of file. See uds_recv in _uds_helper.h."""
     buffer = ffi.new("char[]", REQUEST_MAX)
     fds = ffi.new("int[2]")
     n_fds, uid = ffi.new("unsigned int *"), ffi.new("unsigned int *")
     pid, flags = ffi.new("int *"), ffi.new("int *")
+    await trio.lowlevel.checkpoint()  # others get their turn, however fast this peer is
     while True:
         length = lib.uds_recv(connection.fileno(), buffer, REQUEST_MAX, fds, 2, n_fds, pid, uid, flags)
         if length != -errno.EAGAIN:
@@ -2398,7 +2425,22 @@ async def _receive_packet(connection: trio.socket.SocketType) -> Packet | None:
     return Packet(data=bytes(ffi.buffer(buffer, length)), truncated=bool(flags[0] & 2), fds=received, pid=pid[0])
 
 
-async def _send_packet(connection: trio.socket.SocketType, data: bytes, fd: Fd | None) -> None:
+def _discard_connection(connection: socket.socket) -> None:
+    """Closes a connection, and first, each by itself, the descriptors in it that nobody has received.
+
+    The kernel would close them all with the connection, and wait for those on which a pod has set SO_LINGER.
+    """
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    n_fds, uid = ffi.new("unsigned int *"), ffi.new("unsigned int *")
+    pid, flags = ffi.new("int *"), ffi.new("int *")
+    while lib.uds_recv(connection.fileno(), ffi.NULL, 0, ffi.NULL, 0, n_fds, pid, uid, flags) >= 0:
+        if flags[0] & 1:
+            break
+    connection.close()
+
+
+async def _send_packet(connection: socket.socket, data: bytes, fd: Fd | None) -> None:
     """Sends one packet, when the peer has room for it. See uds_send in _uds_helper.h."""
     while True:
         result = lib.uds_send(connection.fileno(), data, len(data), -1 if fd is None else fd.fileno())
