@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -147,10 +147,12 @@ def get_map_id(path: Path | str, hostname: str, device: str) -> int:
 
 
 @contextmanager
-def daemon_process(config: Path, directory: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+def daemon_process(
+    config: Path, directory: Path, *options: str, prefix: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
     """The daemon as a process of its own, for tests that kill it; its log goes to <directory>/daemon.log."""
     with (directory / "daemon.log").open("ab") as output:
-        command = [*PROGRAM, "--config", str(config), *paths_options(directory), *options]
+        command = [*prefix, *PROGRAM, "--config", str(config), *paths_options(directory), *options]
         process = subprocess.Popen(command, stdout=output, stderr=output)
         try:
             yield process

@@ -428,3 +428,42 @@ async def test_daemon_is_as_before_when_streams_were_opened_and_dropped(kernel: 
         assert reply["messages"] == 100
         await kubelet.wait(RESOURCE, streams_open=1, healthy=1)
         await until(lambda: trio.lowlevel.current_statistics().tasks_living <= tasks and len(open_fds()) <= fds)
+
+
+async def test_memory_is_flat_when_streams_were_opened_and_dropped(kernel: Kernel, short_path: Path) -> None:
+    """The daemon's memory after four hundred dropped streams is what it was after the first hundred."""
+    make_veth("afa0")
+    config = write_config(short_path, pool=["afa0"])
+    async with running_kubelet(short_path / "kubelet") as kubelet:
+        with daemon_process(config, short_path, "--log-level", "info") as daemon:
+            await kubelet.wait(RESOURCE, healthy=1)
+            await kubelet.churn(RESOURCE, 100)
+            before = resident_memory(daemon.pid)
+            for _ in range(3):
+                assert (await kubelet.churn(RESOURCE, 100))["messages"] == 100
+            assert resident_memory(daemon.pid) - before < 512 << 10
+
+
+def resident_memory(pid: int) -> int:
+    """Resident memory of a process in bytes; see proc(5)."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_two_capabilities_suffice_when_the_daemon_runs_as_root(kernel: Kernel, short_path: Path) -> None:
+    """With CAP_BPF and CAP_NET_ADMIN and no other, the daemon prepares, allocates, serves the map and releases."""
+    make_veth("afa0")
+    config = write_config(short_path, pool=["afa0"])
+    async with running_kubelet(short_path / "kubelet") as kubelet:
+        capabilities = "-all,+bpf,+net_admin"
+        prefix = ["setpriv", "--bounding-set", capabilities, "--inh-caps", capabilities]
+        with daemon_process(config, short_path, prefix=prefix) as daemon:
+            await kubelet.wait(RESOURCE, healthy=1)
+            status = Path(f"/proc/{daemon.pid}/status").read_text()
+            assert f"CapEff:\t{1 << 39 | 1 << 12:016x}" in status
+            await kubelet.allocate(RESOURCE, ["afa0"])
+            await kubelet.pods(pod("pod-x", {RESOURCE: ["afa0"]}))
+            first = await in_thread(get_map_id, uds(short_path, "afa0"), "pod-x", "afa0")
+            await kubelet.allocate(RESOURCE, ["afa0"])
+            assert await in_thread(get_map_id, uds(short_path, "afa0"), "pod-x", "afa0") != first
+            daemon.send_signal(signal.SIGTERM)
+            assert await in_thread(daemon.wait) == 0

@@ -1,0 +1,306 @@
+"""Stand-ins within this process for what the daemon meets: each keeps a contract, and fails where a test says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import itertools
+import math
+import os
+import threading
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+from conftest import open_fds
+
+from afxdpd import (
+    Attachment,
+    Fd,
+    ForeignProgramError,
+    GrpcServer,
+    Method,
+    NetDevice,
+    PodResources,
+    PodView,
+    RequestError,
+    RpcError,
+    open_unix_listener,
+)
+from afxdpd_proto import deviceplugin_pb2 as api
+from afxdpd_proto import podresources_pb2 as podresources
+
+
+class FakeNetwork:
+    """Network: the devices of the host namespace are those that the test shows."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, NetDevice] = {}
+        self._changed = trio.Event()
+
+    def show(self, *devices: NetDevice) -> None:
+        """From now on there are these devices and no others."""
+        self._devices = {device.name: device for device in devices}
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
+
+    def devices(self) -> dict[str, NetDevice]:
+        """See Network.devices."""
+        return dict(self._devices)
+
+    async def watch_devices(self) -> AsyncGenerator[dict[str, NetDevice], None]:
+        """See Network.watch_devices."""
+        while True:
+            changed = self._changed
+            yield self.devices()
+            await changed.wait()
+
+
+@dataclass(eq=False)
+class FakeLink:
+    """A bpf_link of FakeXdp: what it is attached to now, and the map behind it."""
+
+    path: Path
+    ifindex: int
+    prog_id: int
+
+
+class FakeXdp:
+    """Xdp: links and maps are files, so that their descriptors can be sent, recognised and looked for when they leak.
+
+    A link is attached as long as anybody has it open or it is pinned, as with the kernel's own. Where a device is
+    pinned, `pins` has its pool and name, with the path behind each of the two pins.
+
+    Attributes:
+        errors: What a method raises for one device: (method, ifindex or name) → error.
+        foreign: Programs of somebody else: ifindex → program id.
+        attaching: Set when attach has been called.
+        gate: Clear it, and attach waits.
+    """
+
+    def __init__(self, directory: Path, network: FakeNetwork) -> None:
+        directory.mkdir()
+        self.pins: dict[tuple[str, str], dict[str, Path]] = {}
+        self.errors: dict[tuple[str, int | str], Exception] = {}
+        self.foreign: dict[int, int] = {}
+        self.attaching = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self._directory = directory
+        self._network = network
+        self._links: dict[Path, FakeLink] = {}
+        self._numbers = itertools.count(1)
+
+    # ---- for the test
+
+    def descriptors(self) -> list[str]:
+        """Names of the links and maps that this process has open, sorted, as often as it has."""
+        targets = map(Path, open_fds().values())
+        return sorted(target.name for target in targets if target.parent == self._directory)
+
+    def program(self, ifindex: int) -> int:
+        """Id of the program of ours on a device, 0 for none."""
+        held = {*self.descriptors(), *(pin.name for pins in self.pins.values() for pin in pins.values())}
+        found = [link.prog_id for link in self._links.values() if link.ifindex == ifindex and link.path.name in held]
+        return sum(found)  # there is one at most
+
+    def destroy(self, ifindex: int) -> None:
+        """Lets a device cease to exist, wherever it is."""
+        for link in self._links.values():
+            if link.ifindex == ifindex:
+                link.ifindex = 0
+
+    # ---- the contract
+
+    def attach(self, ifindex: int, queues: int) -> Attachment:
+        """See Xdp.attach."""
+        self.attaching.set()
+        self.gate.wait()
+        self._fail("attach", ifindex)
+        device = next((net for net in self._network.devices().values() if net.ifindex == ifindex), None)
+        if device is None:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), f"attaching XDP to ifindex {ifindex}")
+        if prog_id := self.foreign.get(ifindex) or self.program(ifindex):
+            raise ForeignProgramError(errno.EBUSY, dataclasses.replace(device, xdp_mode="native", xdp_prog_id=prog_id))
+        path = self._file("link")
+        self._links[path] = link = FakeLink(path, ifindex, next(self._numbers))
+        return self._attachment(link, self._file("map"), queues, "native")
+
+    def renew(self, attachment: Attachment) -> Attachment:
+        """See Xdp.renew."""
+        link = self._link(attachment)
+        self._fail("renew", link.ifindex)
+        if link.ifindex == 0:
+            raise OSError(errno.ENOLINK, os.strerror(errno.ENOLINK), "replacing the XDP program")
+        link.prog_id = next(self._numbers)
+        renewed = self._attachment(link, self._file("map"), attachment.queues, attachment.xdp_mode)
+        attachment.close()
+        return renewed
+
+    def ifindex(self, attachment: Attachment) -> int:
+        """See Xdp.ifindex."""
+        return self._link(attachment).ifindex
+
+    def pin(self, attachment: Attachment, pool: str, device: str) -> None:
+        """See Xdp.pin."""
+        self.unpin(pool, device)
+        self.pins[pool, device] = pins = {"xsks_map": self._target(attachment.xskmap)}
+        self._fail("pin", device)
+        pins["link"] = self._target(attachment.link)
+
+    def unpin(self, pool: str, device: str) -> None:
+        """See Xdp.unpin."""
+        self._fail("unpin", device)
+        self.pins.pop((pool, device), None)
+
+    def is_pinned(self, pool: str, device: str) -> bool:
+        """See Xdp.is_pinned."""
+        return len(self.pins.get((pool, device), ())) == 2
+
+    def pinned_devices(self, pool: str) -> list[str]:
+        """See Xdp.pinned_devices."""
+        return sorted(device for owner, device in self.pins if owner == pool)
+
+    def open_pinned(self, pool: str, device: str) -> Attachment:
+        """See Xdp.open_pinned."""
+        self._fail("open_pinned", device)
+        pins = self.pins[pool, device]
+        for name in ("link", "xsks_map"):
+            if name not in pins:
+                raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), f"{pool}/{device}/{name}")
+        link = self._links[pins["link"]]
+        if link.ifindex == 0:
+            raise OSError(errno.ENOLINK, "the device no longer exists", f"{pool}/{device}")
+        attachment = self._attachment(link, pins["xsks_map"], 1, None)
+        attachment.handed_out = True
+        return attachment
+
+    # ---- files
+
+    def _fail(self, method: str, key: int | str) -> None:
+        if (error := self.errors.get((method, key))) is not None:
+            raise error
+
+    def _file(self, kind: str) -> Path:
+        path = self._directory / f"{kind}-{next(self._numbers)}"
+        path.touch()
+        return path
+
+    def _attachment(self, link: FakeLink, xskmap: Path, queues: int, xdp_mode: str | None) -> Attachment:
+        fds = [Fd(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) for path in (link.path, xskmap)]
+        return Attachment(link=fds[0], xskmap=fds[1], queues=queues, prog_id=link.prog_id, map_id=0, xdp_mode=xdp_mode)
+
+    def _link(self, attachment: Attachment) -> FakeLink:
+        return self._links[self._target(attachment.link)]
+
+    @staticmethod
+    def _target(fd: Fd) -> Path:
+        if fd.fileno() < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return Path(os.readlink(f"/proc/self/fd/{fd.fileno()}"))
+
+
+class FakeHost:
+    """Host: fit for the daemon; what it is to grant is noted, or refused with `error`."""
+
+    def __init__(self) -> None:
+        self.granted: list[tuple[Path, int, int]] = []
+        self.error: OSError | None = None
+
+    def check(self, bpffs: Path) -> None:
+        """See Host.check."""
+
+    def grant(self, path: Path, uid: int, permissions: int) -> None:
+        """See Host.grant."""
+        if self.error is not None:
+            raise self.error
+        self.granted.append((path, uid, permissions))
+
+
+class FakePodResources(PodResources):
+    """PodResources without kubelet: a question is answered with `view` or `error` at once, and only when it is asked.
+
+    Attributes:
+        hurried: How often somebody was in a hurry.
+        asked: How many questions there were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Path("/nonexistent"))
+        self.view = PodView(owners={}, asked_at=0.0, empty=True)
+        self.error: RpcError | None = None
+        self.hurried = 0
+        self.asked = 0
+
+    def tell(self, view: PodView) -> bool:
+        """Lets the subscribers see an answer; returns whether anybody wants more."""
+        return any([subscriber(view) for subscriber in list(self._subscribers)])
+
+    def hurry(self) -> None:
+        """See PodResources.hurry."""
+        self.hurried += 1
+
+    async def ask(self) -> PodView:
+        """See PodResources.ask."""
+        self.asked += 1
+        await trio.lowlevel.checkpoint()
+        if self.error is not None:
+            raise self.error
+        view = dataclasses.replace(self.view, asked_at=trio.current_time())
+        self.tell(view)
+        return view
+
+
+class FakeKubelet:
+    """Registration and PodResourcesLister on sockets of this process. It opens no stream: for that see kubelet.py.
+
+    Attributes:
+        registered: Yields each RegisterRequest, once it is answered.
+        pods: What List answers.
+        error: What List answers instead.
+        lists: trio's time of each List.
+        asked: Set when there has been a List.
+        gate: List waits for it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.pod_resources_socket = directory / "pod-resources" / "kubelet.sock"
+        self.pods = podresources.ListPodResourcesResponse()
+        self.error: RequestError | None = None
+        self.lists: list[float] = []
+        self.asked = trio.Event()
+        self.gate = trio.Event()
+        self.gate.set()
+        self._registered, self.registered = trio.open_memory_channel[api.RegisterRequest](math.inf)
+        register = Method(request_type=api.RegisterRequest, call=self._register)
+        list_pods = Method(request_type=podresources.ListPodResourcesRequest, call=self._list)
+        self._servers = {
+            directory / "device-plugins" / "kubelet.sock": GrpcServer({"v1beta1.Registration": {"Register": register}}),
+            self.pod_resources_socket: GrpcServer({"v1.PodResourcesLister": {"List": list_pods}}),
+        }
+
+    async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serves until cancelled; the sockets' files stay, as those of a kubelet that dies."""
+        async with trio.open_nursery() as nursery:
+            for path, server in self._servers.items():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                await nursery.start(server.serve_unix, trio.SocketListener(open_unix_listener(path)))
+            task_status.started()
+
+    def list_device(self, resource: str, *device_ids: str, pod: str = "pod-x", container: str = "app") -> None:
+        """Adds an entry to the answer: a container of a pod holds devices."""
+        entry = self.pods.pod_resources.add(name=pod, namespace="default").containers.add(name=container)
+        entry.devices.add(resource_name=resource, device_ids=device_ids)
+
+    async def _register(self, request: api.RegisterRequest) -> api.Empty:
+        self._registered.send_nowait(request)
+        return api.Empty()
+
+    async def _list(self, _: podresources.ListPodResourcesRequest) -> podresources.ListPodResourcesResponse:
+        self.lists.append(trio.current_time())
+        self.asked.set()
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return self.pods
