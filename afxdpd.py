@@ -2484,6 +2484,7 @@ class PoolManager(ResourceServer):
         self._pod_resources = pod_resources
         self._uds_dir = uds_dir / config.name
         self._nursery: trio.Nursery | None = None
+        self._listed: dict[str, DeviceInfo] = {}
         self._due: dict[str, float] = {}  # device name → trio's time from which it may be prepared
         self._due_changed = trio.Event()
 
@@ -2531,9 +2532,8 @@ class PoolManager(ResourceServer):
                     shutil.rmtree(entry, ignore_errors=True)
         if allocated:
             self._pod_resources.hurry()
-        for device in self.devices.values():
+        for device in list(self.devices.values()):
             self._settle(device)
-        self.announce()
 
     # ---- devices
 
@@ -2554,15 +2554,18 @@ class PoolManager(ResourceServer):
                     self._pod_resources.hurry()
                 device.net = info.net
                 device.backoff.reset()
-                self._settle(device)
-        self.announce()
+                self._settle(device, news=True)
 
     def listed(self) -> Mapping[str, DeviceInfo]:
         """Every device that is in the host namespace or allocated."""
-        return {name: device.info for name, device in sorted(self.devices.items())}
+        return self._listed
 
-    def _settle(self, device: PoolDevice) -> None:
-        """Draws the conclusions from a change: forgets the device, or has it prepared. Nothing, while it is locked."""
+    def _settle(self, device: PoolDevice, *, news: bool = False) -> None:
+        """Draws the conclusions from a change: forgets the device, or has it prepared; and lets kubelet know.
+
+        While the device is locked that is left to whoever holds the lock. What failed is tried again after a while,
+        or at once where there is news of the device.
+        """
         if device.lock.locked():
             return
         if device.net is None and device.allocation is None:
@@ -2571,14 +2574,23 @@ class PoolManager(ResourceServer):
             self.devices.pop(device.name, None)
             self._due.pop(device.name, None)
         elif self._needs_preparing(device):
-            self._due[device.name] = trio.current_time()
+            delay = device.backoff.delay() if device.reason and not news else 0
+            self._due[device.name] = trio.current_time() + delay
             self._due_changed.set()
+        info = device.info if device.name in self.devices else None
+        if info != self._listed.get(device.name):
+            self._listed.pop(device.name, None)
+            if info is not None:
+                self._listed[device.name] = info
+            self.announce()
 
     def _needs_preparing(self, device: PoolDevice) -> bool:
         """Whether something on the device is missing, used or dead, and could be made."""
         attachment, net = device.attachment, device.net
         if attachment is None:
             return net is not None
+        if device.reason:
+            return True
         ifindex = self._xdp.ifindex(attachment)
         if device.allocation is not None:
             return device.server is None or (ifindex == 0 and net is not None)
@@ -2596,19 +2608,12 @@ class PoolManager(ResourceServer):
                     del self._due[name]
                     async with device.lock:
                         await self._prepare(device)
-                    self._settled(device)
+                    self._settle(device)
+                if self._due_changed.is_set():
+                    break  # there may be something more urgent
             wait = min(self._due.values(), default=float("inf"))
             with trio.move_on_at(wait):
                 await self._due_changed.wait()
-
-    def _settled(self, device: PoolDevice) -> None:
-        """After a device's lock was held: looks at what happened meanwhile, and tries again later what failed."""
-        if device.reason and device.net is not None:
-            self._due[device.name] = trio.current_time() + device.backoff.delay()
-            self._due_changed.set()
-        else:
-            self._settle(device)
-        self.announce()
 
     async def _prepare(self, device: PoolDevice) -> None:
         """Makes what a free or allocated device has to have and lacks; its lock is held.
@@ -2737,7 +2742,7 @@ class PoolManager(ResourceServer):
                 yield devices
         finally:
             for device in devices.values():
-                self._settled(device)
+                self._settle(device)
 
     async def _make_ready(self, device: PoolDevice) -> None:
         """Gets a device ready to be handed over: vacated, and with a map that nobody ever held."""
@@ -2847,7 +2852,6 @@ class PoolManager(ResourceServer):
             log.info("%s: %s: released: kubelet lists no pod that holds it", self.resource, device.name)
             self._vacate(device)
             self._settle(device)
-            self.announce()
 
 
 # ======================================================================================================================

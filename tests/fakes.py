@@ -235,7 +235,8 @@ class FakePodResources(PodResources):
 
     def tell(self, view: PodView) -> bool:
         """Lets the subscribers see an answer; returns whether anybody wants more."""
-        return any([subscriber(view) for subscriber in list(self._subscribers)])
+        wanted = [subscriber(view) for subscriber in list(self._subscribers)]
+        return any(wanted)
 
     def hurry(self) -> None:
         """See PodResources.hurry."""
@@ -285,7 +286,8 @@ class FakeKubelet:
         async with trio.open_nursery() as nursery:
             for path, server in self._servers.items():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                await nursery.start(server.serve_unix, trio.SocketListener(open_unix_listener(path)))
+                listener = trio.socket.from_stdlib_socket(open_unix_listener(path))
+                await nursery.start(server.serve_unix, trio.SocketListener(listener))
             task_status.started()
 
     def list_device(self, resource: str, *device_ids: str, pod: str = "pod-x", container: str = "app") -> None:

@@ -248,7 +248,7 @@ def test_every_error_is_told_when_there_are_several(tmp_path: Path) -> None:
     ],
 )
 def test_file_is_refused_when_it_asks_for_what_is_not_done_yet(where: str, key: str, tmp_path: Path) -> None:
-    """Keys of the format that are not carried out yet are errors at their level: to ignore them would do something else."""
+    """Keys of the format that are not carried out yet are errors: to ignore them would do something else."""
     content = plugin(pool())
     level = {"": content, "pools[0].": content["pools"][0]}.get(where, content["pools"][0]["devices"][0])
     level[key] = True
@@ -359,7 +359,7 @@ def test_value_is_cut_when_it_is_long(tmp_path: Path) -> None:
 
 # -- Anything at all ---------------------------------------------------------------------------------------------------
 
-KEYS = "pools name mode devices udsTimeout uid logLevel kindCluster drivers pci".split()
+KEYS = ["pools", "name", "mode", "devices", "udsTimeout", "uid", "logLevel", "kindCluster", "drivers", "pci"]
 
 keys = st.one_of(st.sampled_from([*KEYS, *map(str.upper, KEYS)]), st.text(max_size=12))
 scalars = st.one_of(
@@ -424,20 +424,21 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_file_is_taken_or_refused_when_it_is_anything(content: object, directory: Path) -> None:
     """Whatever the file holds, it is a configuration that keeps the rules or a ConfigError of lines with its name."""
     file = write(directory, content)
+    errors: list[str] = []
+    pools: tuple[PoolConfig, ...] = ()
     try:
-        config = get_plugin_config(file)
+        pools = get_plugin_config(file).pools
     except ConfigError as exc:
-        assert exc.errors
-        for line in str(exc).splitlines():
-            assert line.startswith(f"{file}: ")
-    else:
-        for each in config.pools:
-            assert each.mode == "primary"
-            assert each.devices
-            assert "\n" not in each.name + "".join(device.name for device in each.devices)
-            assert each.idle_timeout >= 30
-            assert each.uid == 0 or 1000 <= each.uid <= 256000
-        assert len({each.environment_name for each in config.pools}) == len(config.pools)
+        errors = str(exc).splitlines() or [""]
+    for line in errors:
+        assert line.startswith(f"{file}: ")
+    for each in pools:
+        assert each.mode == "primary"
+        assert each.devices
+        assert "\n" not in each.name + "".join(device.name for device in each.devices)
+        assert each.idle_timeout >= 30
+        assert each.uid == 0 or 1000 <= each.uid <= 256000
+    assert len({each.environment_name for each in pools}) == len(pools)
 
 
 # -- What follows from a configuration ---------------------------------------------------------------------------------
@@ -459,9 +460,7 @@ def test_environment_name_is_in_capitals_when_the_pool_has_any_name(name: str, v
     assert one_pool(name).environment_name == variable
 
 
-@pytest.mark.parametrize(
-    ("uds_timeout", "seconds"), [(-1, float("inf")), (0, 30.0), (30, 30.0), (31, 31.0), (300, 300.0)]
-)
+@pytest.mark.parametrize(("uds_timeout", "seconds"), [(-1, float("inf")), (0, 30.0), (30, 30.0), (300, 300.0)])
 def test_idle_timeout_is_in_seconds_when_uds_timeout_is_a_code(uds_timeout: int, seconds: float) -> None:
     """In udsTimeout -1 stands for never and 0 for 30 seconds."""
     assert one_pool(uds_timeout=uds_timeout).idle_timeout == seconds
