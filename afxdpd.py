@@ -27,6 +27,7 @@ import enum
 import errno
 import fcntl
 import functools
+import inspect
 import json
 import logging
 import os
@@ -36,10 +37,12 @@ import resource
 import shutil
 import signal
 import socket
+import stat
 import struct
 import sys
+import threading
 import urllib.parse
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
@@ -92,6 +95,10 @@ BPFFS = Path("/sys/fs/bpf")
 API_VERSION = "v1beta1"
 HEALTHY = "Healthy"
 UNHEALTHY = "Unhealthy"
+
+RESOURCE_NAME = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+"""What kubelet accepts after the slash of a resource."""
+RESOURCE_NAME_RULE = "1 to 63 letters, digits, '-', '_' and '.', the first and the last a letter or digit"
 
 POD_SOCKET_DIR = "/tmp/afxdp_dp"  # noqa: S108  a path in the pod, fixed by the clients
 SOCKET_NAME = "afxdp.sock"
@@ -757,8 +764,8 @@ T = TypeVar("T")
 PoolName = Annotated[
     str,
     msgspec.Meta(
-        pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
-        description="1 to 63 letters, digits, '-', '_' and '.', the first and the last a letter or digit",
+        pattern=f"^{RESOURCE_NAME}$",
+        description=RESOURCE_NAME_RULE,
     ),
 ]
 DeviceName = Annotated[
@@ -1389,7 +1396,7 @@ def _innermost(exc: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What kubelet and containers get to know of one device.
+    """What kubelet and containers get to know of one device. Sequences and mappings are kept as copies.
 
     Attributes:
         state: HEALTHY or UNHEALTHY.
@@ -1399,13 +1406,58 @@ class DeviceInfo:
     """
 
     state: str = HEALTHY
-    nodes: tuple[api.DeviceSpec, ...] = ()
-    mounts: tuple[api.Mount, ...] = ()
+    nodes: Sequence[api.DeviceSpec] = ()
+    mounts: Sequence[api.Mount] = ()
     envs: Mapping[str, str] = field(default_factory=dict)
     topology: api.TopologyInfo | None = None
     annotations: Mapping[str, str] = field(default_factory=dict)
-    cdi_devices: tuple[str, ...] = ()
+    cdi_devices: Sequence[str] = ()
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        # What the Notifier compares later must not be what the plugin goes on changing.
+        for name in ("nodes", "mounts", "cdi_devices"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("envs", "annotations"):
+            object.__setattr__(self, name, dict(getattr(self, name)))
+
+
+def new_device_info(
+    state: str,
+    nodes: Sequence[api.DeviceSpec] = (),
+    mounts: Sequence[api.Mount] = (),
+    envs: Mapping[str, str] | None = None,
+    annotations: Mapping[str, str] | None = None,
+    cdi_devices: Sequence[str] = (),
+) -> DeviceInfo:
+    """Makes a DeviceInfo and finds the topology from the nodes' host paths; not to find it is a warning."""
+    try:
+        topology = get_topology_info([Path(node.host_path) for node in nodes])
+    except OSError as exc:
+        log.warning("topology of a device: %s", exc)
+        topology = None
+    return new_device_info_with_topology_hints(state, nodes, mounts, envs, topology, annotations, cdi_devices)
+
+
+def new_device_info_with_topology_hints(
+    state: str,
+    nodes: Sequence[api.DeviceSpec] = (),
+    mounts: Sequence[api.Mount] = (),
+    envs: Mapping[str, str] | None = None,
+    topology: api.TopologyInfo | None = None,
+    annotations: Mapping[str, str] | None = None,
+    cdi_devices: Sequence[str] = (),
+) -> DeviceInfo:
+    """Makes a DeviceInfo with the topology given; None for unknown."""
+    return DeviceInfo(
+        state=state,
+        nodes=nodes,
+        mounts=mounts,
+        envs=envs or {},
+        topology=topology,
+        annotations=annotations or {},
+        cdi_devices=cdi_devices,
+    )
 
 
 class DeviceTree(dict[str, dict[str, DeviceInfo]]):
@@ -1416,18 +1468,41 @@ class DeviceTree(dict[str, dict[str, DeviceInfo]]):
         self.setdefault(device_type, {})[device_id] = info
 
 
+def new_device_tree() -> DeviceTree:
+    """Makes an empty DeviceTree."""
+    return DeviceTree()
+
+
 class Notifier:
     """Takes snapshots from a Scanner and lets the Manager know when one differs from the last."""
 
     def __init__(self) -> None:
         self._tree: DeviceTree | None = None
         self._changed = trio.Event()
+        self._loop = threading.get_ident()
 
     def notify(self, tree: DeviceTree) -> None:
-        """Tells the Manager all that is there now. Returns at once; the same tree again is nothing new."""
-        if tree != self._tree:
-            self._tree = DeviceTree({device_type: dict(devices) for device_type, devices in tree.items()})
+        """Tells the Manager all that is there now. Returns at once; the same tree again is nothing new.
+
+        May be called from the thread of a plain (not async) scan.
+
+        Raises:
+            TypeError: What is in the tree is no DeviceInfo.
+            ValueError: A device type cannot be the name of a resource.
+        """
+        for device_type, devices in tree.items():
+            if not re.fullmatch(RESOURCE_NAME, device_type):
+                raise ValueError(f"{device_type!r}: not a resource's name: {RESOURCE_NAME_RULE}")
+            for device_id, info in devices.items():
+                if not isinstance(info, DeviceInfo):
+                    raise TypeError(f"{device_type}/{device_id}: not a DeviceInfo: {info!r}")
+        if tree == self._tree:
+            return
+        self._tree = DeviceTree({device_type: dict(devices) for device_type, devices in tree.items()})
+        if threading.get_ident() == self._loop:
             self._changed.set()
+        else:
+            trio.from_thread.run_sync(self._changed.set)
 
     async def wait_changed(self) -> DeviceTree:
         """Waits for a tree other than the last one returned; where there were several, the newest is returned."""
@@ -1438,12 +1513,15 @@ class Notifier:
 
 
 class Scanner(Protocol):
-    """Finds devices. All that a device plugin has to have; the protocols below are optional for the same object."""
+    """Finds devices. All that a device plugin has to have; the protocols below are optional for the same object.
+
+    Each method may be a plain function instead of an async one: it then runs in a thread.
+    """
 
     async def scan(self, notifier: Notifier) -> None:
         """Looks for devices for ever, and notifies of all that are there whenever that may have changed.
 
-        Called once. If it raises, the Manager ends with that error.
+        Called once. If it raises, the Manager ends with that error; if it returns, the Manager ends.
         """
 
 
@@ -1479,6 +1557,78 @@ class ContainerPreStarter(Protocol):
 
     async def pre_start_container(self, request: api.PreStartContainerRequest) -> None:
         """Makes the devices ready; an error fails the start."""
+
+
+SYSFS = Path("/sys")
+
+
+def get_topology_info(paths: Iterable[Path], *, sysfs: Path = SYSFS) -> api.TopologyInfo | None:
+    """Finds the NUMA nodes that device nodes are near to.
+
+    Args:
+        paths: Character and block devices.
+        sysfs: Where sysfs is.
+
+    Returns:
+        The nodes of all of them, sorted, each once; None where none is known.
+
+    Raises:
+        OSError: One of the paths is not there.
+
+    See Documentation/ABI/stable/sysfs-devices-node and -testing/sysfs-bus-pci (numa_node) of Linux.
+    """
+    found: set[int] = set()
+    for path in paths:
+        status = path.stat()
+        number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+        if stat.S_ISCHR(status.st_mode):
+            device = sysfs / "dev" / "char" / number
+        elif stat.S_ISBLK(status.st_mode):
+            device = sysfs / "dev" / "block" / number
+        else:
+            raise OSError(errno.ENODEV, "neither a character nor a block device", os.fspath(path))
+        if path.parent.name == "vfio" and path.name.isdecimal():
+            for member in _listdir(sysfs / "kernel" / "iommu_groups" / path.name / "devices"):
+                found |= _numa_nodes(member, sysfs)
+        found |= _numa_nodes(device, sysfs)
+    return _topology_info(found)
+
+
+def get_netdev_topology_info(name: str, *, sysfs: Path = SYSFS) -> api.TopologyInfo | None:
+    """The same for a network device of the namespace that this sysfs shows."""
+    base = sysfs / "class" / "net" / name
+    hardware = base / "device"
+    return _topology_info(_numa_nodes(hardware if hardware.exists() else base, sysfs))
+
+
+def _topology_info(nodes: set[int]) -> api.TopologyInfo | None:
+    return api.TopologyInfo(nodes=[api.NUMANode(ID=node) for node in sorted(nodes)]) if nodes else None
+
+
+def _numa_nodes(device: Path, sysfs: Path) -> set[int]:
+    """Nodes of a device's directory in sysfs: its own, its closest ancestor's, or those of the devices below it."""
+    directory = device.resolve()
+    lower = [*_listdir(directory / "slaves"), *directory.glob("lower_*")]
+    if lower:  # a virtual device; slaves of block devices, lower_… of network devices
+        return set().union(*(_numa_nodes(path, sysfs) for path in lower))
+    root = sysfs.resolve()
+    for ancestor in (directory, *directory.parents):
+        if ancestor == root:
+            break
+        try:
+            node = int((ancestor / "numa_node").read_text())
+        except (OSError, ValueError):
+            continue
+        if node >= 0:  # -1 is the kernel's word for "unknown"
+            return {node}
+    return set()
+
+
+def _listdir(directory: Path) -> list[Path]:
+    try:
+        return sorted(directory.iterdir())
+    except OSError:
+        return []
 
 
 class Backoff:
@@ -1530,6 +1680,7 @@ class ResourceServer:
         self.registered = False
         self._kubelet_socket = plugin_dir / "kubelet.sock"
         self._plugin = plugin
+        self._threads = trio.CapacityLimiter(8)  # of the plugin's plain methods: if they hang, nobody else waits
         self._devices: Mapping[str, DeviceInfo] = {}
         self._list_changed = trio.Event()
         self._stream = 0  # number of the newest ListAndWatch stream; an older one has to end
@@ -1642,8 +1793,8 @@ class ResourceServer:
         if not hasattr(self._plugin, hook):
             raise UseDefaultMethodError
         try:
-            result = await getattr(self._plugin, hook)(argument)
-        except (RequestError, UseDefaultMethodError, OSError, trio.TooSlowError):
+            result = await _call_plain_or_async(getattr(self._plugin, hook), argument, limiter=self._threads)
+        except (RequestError, UseDefaultMethodError, OSError):
             raise
         except Exception as exc:
             log.exception("%s: %s of the plugin failed", self.resource, hook)
@@ -1804,6 +1955,15 @@ class ResourceServer:
         self._last_trouble = text
 
 
+async def _call_plain_or_async(
+    function: Callable[..., Any], argument: object, *, limiter: trio.CapacityLimiter | None = None
+) -> Any:
+    """Calls a plugin's method: an async one here, a plain one in a thread, which is left to itself when cancelled."""
+    if inspect.iscoroutinefunction(function):
+        return await function(argument)
+    return await trio.to_thread.run_sync(function, argument, abandon_on_cancel=True, limiter=limiter)
+
+
 def _identity(path: Path) -> tuple[int, ...] | None:
     """What tells a file from another that takes its place; None where there is none."""
     try:
@@ -1814,15 +1974,28 @@ def _identity(path: Path) -> tuple[int, ...] | None:
 
 
 async def _first_of(*actors: Callable[[], Awaitable[None]]) -> None:
-    """Runs all, and ends all when the first one ends."""
-    async with trio.open_nursery() as nursery:
+    """Runs all, and ends all when the first one ends. An error of one is raised as it is, not in a group."""
 
-        async def run(actor: Callable[[], Awaitable[None]]) -> None:
-            await actor()
-            nursery.cancel_scope.cancel()
+    async def run(actor: Callable[[], Awaitable[None]], nursery: trio.Nursery) -> None:
+        await actor()
+        nursery.cancel_scope.cancel()
 
-        for actor in actors:
-            nursery.start_soon(run, actor)
+    try:
+        async with trio.open_nursery() as nursery:
+            for actor in actors:
+                nursery.start_soon(run, actor, nursery)
+    except ExceptionGroup as group:
+        error = _only_error(group)
+        if error is group:
+            raise
+        raise error from None
+
+
+def _only_error(exc: BaseException) -> BaseException:
+    """What a group holds if it holds a single exception, else the group."""
+    while isinstance(exc, BaseExceptionGroup) and len(exc.exceptions) == 1:
+        exc = exc.exceptions[0]
+    return exc
 
 
 @dataclass(slots=True)
@@ -1870,12 +2043,13 @@ class Manager:
         """Runs until cancelled, or until the plugin's scan ends.
 
         Raises:
-            Exception: What scan raised, or EndpointBusyError; in a group, as nurseries do.
+            EndpointBusyError: Another process serves one of the types.
+            Exception: What scan raised.
         """
         notifier = Notifier()
 
         async def scan() -> None:
-            await self._plugin.scan(notifier)
+            await _call_plain_or_async(self._plugin.scan, notifier)
 
         async def manage() -> None:
             async with trio.open_nursery() as nursery:
@@ -1891,11 +2065,12 @@ class Manager:
             await running.ended.wait()  # its socket may be wanted by the next of the same type
         for device_type, devices in tree.items():
             if device_type not in self._running:
-                self._running[device_type] = running = _Running(self._make_server(device_type))
-                running.server.update(devices)
-                nursery.start_soon(self._keep_running, running)
-            else:
+                self._running[device_type] = _Running(self._make_server(device_type))
+                nursery.start_soon(self._keep_running, self._running[device_type])
+            try:
                 self._running[device_type].server.update(devices)
+            except Exception:
+                log.exception("%s: the update failed, which is a bug", self._running[device_type].server.resource)
 
     async def _keep_running(self, running: _Running) -> None:
         """Runs a server until it is cancelled; begins again where it fails, and lets no other feel it."""
@@ -2095,7 +2270,7 @@ def choose_devices(
         for name in dict.fromkeys(device.name for device in pool.devices):
             device = devices.get(name)
             if device is None:
-                why = "there is no such device in the host's network namespace"
+                why = "it is not in the host's network namespace"
             elif name in holder:
                 why = f"the pool {holder[name]} has it"
             else:
@@ -2122,10 +2297,12 @@ def _never_taken(device: NetDevice) -> str:
 class PoolScanner:
     """The Scanner of the AF_XDP plugin: each pool is a device type, whatever the host has of its devices."""
 
-    def __init__(self, config: PluginConfig, network: NetworkHandler) -> None:
+    def __init__(self, config: PluginConfig, network: NetworkHandler, *, sysfs: Path = SYSFS) -> None:
         self._config = config
         self._network = network
+        self._sysfs = sysfs
         self._passed: dict[str, dict[str, str]] = {}
+        self._infos: dict[str, PoolDeviceInfo] = {}  # of the last tree
 
     async def scan(self, notifier: Notifier) -> None:
         """Follows the host's devices."""
@@ -2138,12 +2315,24 @@ class PoolScanner:
         taken, passed = choose_devices(self._config, devices)
         for pool, rules in passed.items():
             for name, why in rules.items():
-                if self._passed.get(pool, {}).get(name) != why:
+                moved_away = name in self._infos and name not in devices  # which is the pool's to speak of
+                if self._passed.get(pool, {}).get(name) != why and not moved_away:
                     log.info("%s/%s: %s is not taken: %s", NAMESPACE, pool, name, why)
         self._passed = passed
-        return DeviceTree(
-            {pool: {device.name: PoolDeviceInfo(net=device) for device in found} for pool, found in taken.items()}
+        tree = DeviceTree(
+            {pool: {device.name: self._info(device) for device in found} for pool, found in taken.items()}
         )
+        self._infos = {
+            name: info for found in tree.values() for name, info in found.items() if isinstance(info, PoolDeviceInfo)
+        }
+        return tree
+
+    def _info(self, device: NetDevice) -> PoolDeviceInfo:
+        """The device's info; its topology, which does not change, is looked up once."""
+        before = self._infos.get(device.name)
+        if before is None or before.net.ifindex != device.ifindex:
+            return PoolDeviceInfo(net=device, topology=get_netdev_topology_info(device.name, sysfs=self._sysfs))
+        return dataclasses.replace(before, net=device)
 
 
 @dataclass(slots=True, eq=False)
@@ -2168,6 +2357,7 @@ class PoolDevice:
     Attributes:
         name: The device's name in the host namespace, which is its id for kubelet.
         net: The device in the host namespace; None while it is elsewhere.
+        topology: The NUMA nodes it is near to; None where they are not known.
         attachment: Program and map; None before they are prepared.
         allocation: Who has it; None for nobody.
         server: The socket of the allocation.
@@ -2177,6 +2367,7 @@ class PoolDevice:
 
     name: str
     net: NetDevice | None = None
+    topology: api.TopologyInfo | None = None
     attachment: Attachment | None = None
     allocation: Allocation | None = None
     server: UdsServer | None = None
@@ -2192,7 +2383,7 @@ class PoolDevice:
         reason = self.reason
         if not reason and self.allocation is None and self.attachment is None:
             reason = "not prepared yet"
-        return DeviceInfo(state=UNHEALTHY if reason else HEALTHY, reason=reason)
+        return DeviceInfo(state=UNHEALTHY if reason else HEALTHY, reason=reason, topology=self.topology)
 
 
 class UdsServer:
@@ -2450,6 +2641,52 @@ async def _send_packet(connection: socket.socket, data: bytes, fd: Fd | None) ->
     _check(result, "sending a reply")
 
 
+def prefer_devices(
+    available: Iterable[str], must_include: Iterable[str], size: int, nodes: Mapping[str, frozenset[int]]
+) -> list[str]:
+    """Chooses devices on as few NUMA nodes as possible; the same question always has the same answer.
+
+    Args:
+        available: Names to choose from, in any order.
+        must_include: Names that are in the answer in any case.
+        size: How many are wanted.
+        nodes: Name → the NUMA nodes that the device is near to; none where they are unknown.
+
+    Returns:
+        `size` names, or as many as there are.
+    """
+    chosen = list(dict.fromkeys(must_include))[: max(size, 0)]
+    free = sorted(set(available) - set(chosen))
+    covered = {node for name in chosen for node in nodes.get(name, ())}
+    while len(chosen) < size and free:
+        near = [name for name in free if covered & nodes.get(name, frozenset())]
+        if not near:
+            # The next node: the one with the fewest devices that are enough, else the one with the most.
+            by_node: dict[int, list[str]] = {}
+            for name in free:
+                for node in nodes.get(name) or {-1}:
+                    by_node.setdefault(node, []).append(name)
+            missing = size - len(chosen)
+            node = min(
+                by_node,
+                key=lambda node: (
+                    node == -1,
+                    max(missing - len(by_node[node]), 0),
+                    len(by_node[node]),
+                    node,
+                ),
+            )
+            near = by_node[node]
+            covered.add(node)
+        chosen += near[: size - len(chosen)]
+        free = [name for name in free if name not in chosen]
+    return chosen
+
+
+def _nodes_of(topology: api.TopologyInfo | None) -> frozenset[int]:
+    return frozenset(node.ID for node in topology.nodes) if topology is not None else frozenset()
+
+
 class PoolManager(ResourceServer):
     """One pool: the resource, its devices, their programs, maps and sockets.
 
@@ -2552,7 +2789,7 @@ class PoolManager(ResourceServer):
                 if device.allocation and device.net is None:
                     log.info("%s: %s: back in the host namespace", self.resource, name)
                     self._pod_resources.hurry()
-                device.net = info.net
+                device.net, device.topology = info.net, info.topology
                 device.backoff.reset()
                 self._settle(device, news=True)
 
@@ -2695,13 +2932,14 @@ class PoolManager(ResourceServer):
     async def get_preferred_allocation(
         self, request: api.PreferredAllocationRequest
     ) -> api.PreferredAllocationResponse:
-        """Advises kubelet to take what it must, then the first by name: the same answer to the same question."""
+        """Advises kubelet on devices near to each other; see prefer_devices. Never fails."""
+        nodes = {name: _nodes_of(device.topology) for name, device in self.devices.items()}
         response = api.PreferredAllocationResponse()
         for container in request.container_requests:
-            must = list(container.must_include_deviceIDs)
-            free = sorted(set(container.available_deviceIDs) - set(must))
-            size = max(container.allocation_size, 0)
-            response.container_responses.add(deviceIDs=(must + free)[:size])
+            names = prefer_devices(
+                container.available_deviceIDs, container.must_include_deviceIDs, container.allocation_size, nodes
+            )
+            response.container_responses.add(deviceIDs=names)
         return response
 
     async def pre_start_container(self, request: api.PreStartContainerRequest) -> None:
@@ -2922,7 +3160,7 @@ async def serve(
     Raises:
         ConfigError: A socket's path would be too long.
         HostError: This host does not suffice.
-        EndpointBusyError: Another process serves the same; perhaps in a group, as nurseries do.
+        EndpointBusyError: Another process serves the same.
     """
     paths = paths or Paths()
     host = host or Host()
