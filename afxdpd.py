@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import anyio
+import h2.events
 import h2.exceptions
 import inotify_simple
 import msgspec
@@ -57,7 +58,8 @@ from purerpc.grpc_proto import GRPCProtoSocket, GRPCProtoStream
 from purerpc.grpc_socket import SocketWrapper
 from purerpc.grpclib.config import GRPCConfiguration
 from purerpc.grpclib.connection import GRPCConnection
-from purerpc.grpclib.exceptions import GRPCError, RpcFailedError
+from purerpc.grpclib.events import RequestEnded, RequestReceived, ResponseEnded, WindowUpdated
+from purerpc.grpclib.exceptions import GRPCError, MessageTooLargeError, RpcFailedError
 from purerpc.grpclib.status import Status, StatusCode
 from purerpc.wrappers import extract_message_from_singleton_stream, send_single_message_client
 from pyroute2.netlink import NLM_F_DUMP, NLM_F_REQUEST, NLMSG_DONE, NLMSG_ERROR
@@ -764,15 +766,23 @@ T = TypeVar("T")
 PoolName = Annotated[
     str,
     msgspec.Meta(
-        pattern=f"^{RESOURCE_NAME}$",
+        pattern=rf"^{RESOURCE_NAME}$(?!\n)",  # Python's $ lets a newline follow
         description=RESOURCE_NAME_RULE,
     ),
 ]
 DeviceName = Annotated[
-    str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,50}$", description="1 to 50 letters, digits, '-' and '_'")
+    str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,50}$(?!\n)", description="1 to 50 letters, digits, '-' and '_'")
 ]
-UdsTimeout = Annotated[int, msgspec.Meta(ge=-1, le=300, description="-1 (never), 0 (30 seconds) or 30 to 300 seconds")]
-Uid = Annotated[int, msgspec.Meta(ge=0, le=256000, description="0, or 1000 to 256000")]
+UdsTimeout = Annotated[
+    int,
+    msgspec.Meta(ge=-1, le=300, description="-1 (never), 0 (30 seconds) or 30 to 300 seconds"),
+    lambda value: value <= 0 or value >= 30,
+]
+Uid = Annotated[
+    int,
+    msgspec.Meta(ge=0, le=256000, description="0, or 1000 to 256000"),
+    lambda value: value == 0 or value >= 1000,
+]
 Mode = Annotated[Literal["primary"], msgspec.Meta(description="'primary'")]
 LogLevel = Annotated[
     Literal["error", "warning", "info", "debug"], msgspec.Meta(description="'error', 'warning', 'info' or 'debug'")
@@ -807,10 +817,6 @@ class PoolConfig(_Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.devices:
             raise ValueError("devices: the pool takes nothing: name its devices")
-        if 0 < self.uds_timeout < 30:
-            raise ValueError(f"udsTimeout: must be -1 (never), 0 (30 seconds) or 30 to 300 seconds: {self.uds_timeout}")
-        if 0 < self.uid < 1000:
-            raise ValueError(f"uid: must be 0, or 1000 to 256000: {self.uid}")
 
     @property
     def environment_name(self) -> str:
@@ -890,12 +896,13 @@ def _parse(raw: object, kind: Any, path: str, errors: list[str]) -> Any:
             errors.append(f"{path or 'the file'}: must be a list: {_shown(raw)}")
             return None
         return tuple(_parse(item, get_args(kind)[0], f"{path}[{index}]", errors) for index, item in enumerate(raw))
-    try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError:
-        rule = next((str(meta.description) for meta in getattr(kind, "__metadata__", ())), f"a {kind.__name__}")
-        errors.append(f"{path}: must be {rule}: {_shown(raw)}")
-        return None
+    meta, *rules = kind.__metadata__
+    with contextlib.suppress(msgspec.ValidationError):
+        value = msgspec.convert(raw, kind)
+        if all(rule(value) for rule in rules):
+            return value
+    errors.append(f"{path}: must be {meta.description}: {_shown(raw)}")
+    return None
 
 
 def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]) -> Any:
@@ -911,13 +918,15 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
     for key, value in raw.items():
         info = fields.get(key.lower())
         if info is not None:
+            if info.name in values:
+                log.warning("%s%s: is there more than once, the last one counts", prefix, info.encode_name)
             values[info.name] = _parse(value, types[info.name], prefix + info.encode_name, errors)
         elif key.lower() in not_yet:
             errors.append(f"{prefix}{key}: this version of afxdpd cannot do that yet")
         else:
             nearest = difflib.get_close_matches(key.lower(), fields, n=1)
             hint = f", did you mean {fields[nearest[0]].encode_name}?" if nearest else ""
-            log.warning("%s%s: unknown key, ignored%s", prefix, key, hint)
+            log.warning("%s%s: unknown key, ignored%s", prefix, ascii(key)[1:-1], hint)
     for info in fields.values():
         if info.required and info.name not in values:
             errors.append(f"{prefix}{info.encode_name}: is missing")
@@ -931,7 +940,10 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
 
 
 def _shown(raw: object) -> str:
-    text = json.dumps(raw, ensure_ascii=True)
+    try:
+        text = json.dumps(raw, ensure_ascii=True)
+    except RecursionError:  # json.loads goes a few levels deeper
+        text = "something nested too deeply"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -1010,7 +1022,8 @@ def parse_request(packet: bytes, *, connected: bool) -> Request:
         text = packet.decode("ascii")
     except UnicodeDecodeError:
         return Malformed("not ASCII")
-    verb, *fields = (part.removeprefix(" ") for part in text.split(","))
+    verb, *fields = text.split(",")
+    fields = [field.removeprefix(" ") for field in fields]
     if not all(part and part.isprintable() for part in fields):
         return Malformed("an empty or unprintable field")
     request: Request
@@ -1111,14 +1124,9 @@ class _Connection(GRPCConnection):  # type: ignore[misc]
 
     MAX_CONCURRENT_STREAMS = GRPC_CALLS_MAX
 
-    def __init__(self, config: GRPCConfiguration, on_reset: Callable[[int], None]) -> None:
-        super().__init__(config)
-        self._on_reset = on_reset
-
     def _stream_reset(self, event: Any) -> list[Any]:
         self.message_read_buffers.pop(event.stream_id, None)
-        self._on_reset(event.stream_id)
-        return []
+        return [event]
 
     def _data_received(self, event: Any) -> list[Any]:
         if event.stream_id in self.message_read_buffers:
@@ -1133,14 +1141,27 @@ class _Call(GRPCProtoStream):  # type: ignore[misc]
 
     Attributes:
         scope: Cancelled when the peer resets the call.
+        ended: Whether nothing more can arrive or be answered.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.scope = trio.CancelScope()
+        self.ended = False
+
+    def take(self, event: Any) -> None:
+        """Takes over what has arrived for this call."""
+        if isinstance(event, h2.events.StreamReset):
+            self.end()
+            self.scope.cancel()
+            return
+        self._incoming_events[0].send_nowait(event)
+        if isinstance(event, RequestEnded | ResponseEnded):
+            self._close_remote()
 
     def end(self) -> None:
         """No more events: whoever waits for one gets EndOfStream; nothing is kept."""
+        self.ended = True
         self._incoming_events[0].close()
         self._grpc_socket._streams.pop(self._stream_id, None)
         self._grpc_connection.message_read_buffers.pop(self._stream_id, None)
@@ -1159,15 +1180,34 @@ class _GrpcSocket(GRPCProtoSocket):  # type: ignore[misc]
     def __init__(self, stream: trio.abc.Stream, *, client_side: bool) -> None:
         contextlib.AsyncExitStack.__init__(self)
         config = GRPCConfiguration(client_side=client_side, max_message_length=GRPC_MESSAGE_MAX)
-        self._grpc_connection = _Connection(config, self._reset)
+        self._grpc_connection = _Connection(config)
         self._socket = _SocketWrapper(self._grpc_connection, _Transport(stream))
         self._receive_buffer_size = 1 << 16
         self._streams: dict[int, _Call] = {}
 
-    def _reset(self, stream_id: int) -> None:
-        if (call := self._streams.get(stream_id)) is not None:
-            call.end()
-            call.scope.cancel()
+    async def _listen(self) -> AsyncGenerator[_Call, None]:
+        """Like purerpc's, but what is still sent for a call that has ended ends nothing else.
+
+        What has been read at once is handed out at once, without a checkpoint: no call can end in the middle of it.
+        """
+        while True:
+            try:
+                data = await self._socket.recv(self._receive_buffer_size)
+            except (anyio.EndOfStream, anyio.BrokenResourceError):
+                return
+            events = self._grpc_connection.receive_data(data)
+            await self._socket.flush()
+            for event in events:
+                if isinstance(event, RequestReceived):
+                    call = self._allocate_stream(event.stream_id)
+                    call.take(event)
+                    yield call
+                elif isinstance(event, WindowUpdated):
+                    streams = [event.stream_id] if event.stream_id else list(self._streams)
+                    for call in (self._streams[each] for each in streams if each in self._streams):
+                        await call._set_flow_control_update()
+                elif event.stream_id in self._streams:
+                    self._streams[event.stream_id].take(event)
 
     async def _reader_thread(self) -> None:
         await super()._reader_thread()
@@ -1221,14 +1261,14 @@ class GrpcServer:
 
     async def _serve_connection(self, stream: trio.abc.Stream) -> None:
         try:
-            async with _GrpcSocket(stream, client_side=False) as grpc_socket, trio.open_nursery() as nursery:
+            async with trio.open_nursery() as nursery, _GrpcSocket(stream, client_side=False) as grpc_socket:
                 async with contextlib.aclosing(grpc_socket.listen()) as calls:
                     async for call in calls:
                         nursery.start_soon(self._serve_call, call)
-                nursery.cancel_scope.cancel()  # the peer is gone, so nobody waits for what its calls still do
+                nursery.cancel_scope.cancel()  # the peer is gone: nobody waits for what is still done and sent for it
         # Whatever purerpc and h2 make of what a peer sends, in groups and in many types: it ends this connection.
         except* Exception as group:  # noqa: BLE001
-            log.debug("gRPC: connection dropped: %s", _innermost(group))
+            log.debug("gRPC: connection dropped: %r", _only_error(group))
 
     async def _serve_call(self, call: _Call) -> None:
         status = Status(StatusCode.OK)
@@ -1239,8 +1279,9 @@ class GrpcServer:
                         await self._answer(call)
                 except RpcFailedError as exc:
                     status = exc.status
-                with contextlib.suppress(h2.exceptions.H2Error):  # the peer reset the call in this very moment
-                    await call.close(status)
+                if not call.ended:  # in this very moment, by a reset
+                    with contextlib.suppress(h2.exceptions.H2Error):  # the peer has said goodbye
+                        await call.close(status)
         finally:
             call.release()
 
@@ -1266,23 +1307,41 @@ class GrpcServer:
 
 @contextlib.contextmanager
 def _as_status(method: str = "gRPC") -> Iterator[None]:
-    """The one place where exceptions become statuses; what is no answer to anybody is a bug and goes to the log."""
+    """The one place where exceptions become statuses."""
     try:
         yield
-    except RpcFailedError:
-        raise
-    except RequestError as exc:
-        raise RpcFailedError(Status(StatusCode[exc.status], str(exc)[:1000])) from exc
-    except trio.TooSlowError as exc:
-        raise RpcFailedError(Status(StatusCode.DEADLINE_EXCEEDED, f"{method} did not end in time")) from exc
-    except OSError as exc:
-        log.warning("%s: %s", method, exc)
-        raise RpcFailedError(Status(StatusCode.FAILED_PRECONDITION, f"{method}: {exc}"[:1000])) from exc
-    except (DecodeError, GRPCError, anyio.EndOfStream) as exc:
-        raise RpcFailedError(Status(StatusCode.INVALID_ARGUMENT, f"{method}: not one well-formed message")) from exc
     except Exception as exc:
-        log.exception("%s failed, which is a bug", method)
-        raise RpcFailedError(Status(StatusCode.INTERNAL, f"{method} failed, see the log of the plugin")) from exc
+        raise RpcFailedError(_status_of(_only_error(exc), method)) from exc
+
+
+def _status_of(exc: BaseException, method: str) -> Status:
+    """What a caller is told; what is no answer to anybody is a bug and goes to the log."""
+    match exc:
+        case RpcFailedError(status=status):
+            return status
+        case RequestError(status=name):
+            return Status(StatusCode[name], str(exc)[:1000])
+        case trio.TooSlowError():
+            return Status(StatusCode.DEADLINE_EXCEEDED, f"{method} did not end in time")
+        case OSError():
+            log.warning("%s: %s", method, exc)
+            return Status(StatusCode.FAILED_PRECONDITION, f"{method}: {exc}"[:1000])
+        case h2.exceptions.H2Error():  # no answer can be sent, the peer does not wait for one
+            return Status(StatusCode.UNAVAILABLE, f"{method}: the caller has gone")
+        case MessageTooLargeError():  # ours: what a peer sends is measured before there is a call
+            log.warning("%s: the answer is too large: %s", method, exc)
+            return Status(StatusCode.RESOURCE_EXHAUSTED, f"{method}: the answer is too large")
+        case DecodeError() | GRPCError() | anyio.EndOfStream():
+            return Status(StatusCode.INVALID_ARGUMENT, f"{method}: not one well-formed message")
+    log.error("%s failed, which is a bug", method, exc_info=exc)
+    return Status(StatusCode.INTERNAL, f"{method} failed, see the log of the plugin")
+
+
+def _only_error(exc: BaseException) -> BaseException:
+    """What a group holds if it holds a single exception, else the group."""
+    while isinstance(exc, BaseExceptionGroup) and len(exc.exceptions) == 1:
+        exc = exc.exceptions[0]
+    return exc
 
 
 def open_unix_listener(path: Path, *, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
@@ -1343,7 +1402,7 @@ async def call_unix(path: Path, method: str, request: Message, reply_type: type[
     except trio.TooSlowError as exc:
         raise RpcError("DEADLINE_EXCEEDED", f"{path}: no answer to {method} within {timeout:g} s") from exc
     except OSError as exc:
-        raise RpcError("UNAVAILABLE", f"{path}: {exc.strerror}") from exc
+        raise RpcError("UNAVAILABLE", f"{path}: {exc.strerror or exc}") from exc  # a path too long has no errno
     if isinstance(outcome, RpcError):
         raise outcome
     return outcome
@@ -1371,15 +1430,8 @@ async def _call_once(
                 call.release()
     except* Exception as group:  # noqa: BLE001  whatever purerpc and h2 make of what the server sends
         if isinstance(outcome, RpcError):
-            log.debug("gRPC: %s: %s", method, _innermost(group))
+            log.debug("gRPC: %s: %r", method, _only_error(group))
     return outcome
-
-
-def _innermost(exc: BaseException) -> str:
-    """The first exception inside nested groups, as text."""
-    while isinstance(exc, BaseExceptionGroup):
-        exc = exc.exceptions[0]
-    return repr(exc)
 
 
 # ======================================================================================================================
@@ -1989,13 +2041,6 @@ async def _first_of(*actors: Callable[[], Awaitable[None]]) -> None:
         if error is group:
             raise
         raise error from None
-
-
-def _only_error(exc: BaseException) -> BaseException:
-    """What a group holds if it holds a single exception, else the group."""
-    while isinstance(exc, BaseExceptionGroup) and len(exc.exceptions) == 1:
-        exc = exc.exceptions[0]
-    return exc
 
 
 @dataclass(slots=True)
@@ -3276,13 +3321,13 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 async def _serve_until_signal(config: PluginConfig, paths: Paths) -> None:
-    async def wait_signal() -> None:
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for number in signals:
-                log.info("%s: ending; pods keep their devices", signal.Signals(number).name)
-                return
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:  # before anything says that we run
 
-    await _first_of(wait_signal, functools.partial(serve, config, paths))
+        async def wait_signal() -> None:
+            number = await anext(signals)
+            log.info("%s: ending; pods keep their devices", signal.Signals(number).name)
+
+        await _first_of(wait_signal, functools.partial(serve, config, paths))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -3303,6 +3348,7 @@ def main(arguments: list[str] | None = None) -> int:
         bpffs=options.bpffs,
     )
     try:
+        log.setLevel((options.log_level or "info").upper())
         config = get_plugin_config(options.config)
         paths.check(config)
         log.setLevel((options.log_level or config.log_level).upper())
@@ -3319,17 +3365,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _exit_code(exc: Exception) -> ExitCode:
     """Says in a line for each error why the daemon ends, and with which code."""
-    while isinstance(exc, ExceptionGroup):
-        exc = exc.exceptions[0]
-    match exc:
+    error = _only_error(exc)
+    match error:
         case ConfigError(errors=errors):
             code, lines = ExitCode.CONFIGURATION, list(errors)
         case HostError():
-            code, lines = ExitCode.HOST_CHECK, [str(exc)]
+            code, lines = ExitCode.HOST_CHECK, [str(error)]
         case EndpointBusyError() | OSError():
-            code, lines = ExitCode.POOLS, [str(exc)]
+            code, lines = ExitCode.POOLS, [str(error)]
         case _:
-            log.error("ended by a bug", exc_info=exc)
+            log.error("ended by a bug", exc_info=error)
             return ExitCode.POOLS
     for line in lines:
         print(f"afxdpd: {line}", file=sys.stderr)

@@ -1,0 +1,328 @@
+"""The program: what it prints, with which code it ends, and what signals do to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from conftest import Kernel
+from support import paths_options, write_config
+
+import afxdpd
+
+PROGRAM = [sys.executable, "-m", "afxdpd"]
+AS_NOBODY = [
+    sys.executable,
+    "-c",
+    "import os, sys, afxdpd\n"
+    "if os.geteuid() == 0:\n"
+    "    os.setgroups([])\n"
+    "    os.setresgid(65534, 65534, 65534)\n"
+    "    os.setresuid(65534, 65534, 65534)\n"
+    "sys.exit(afxdpd.main(sys.argv[1:]))\n",
+]
+"""The program without any privilege; it may lie in a directory that only root can read."""
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(afxdpd.__file__).parent)}
+WAITING = "afxdp/pool: {}/kubelet/device-plugins/kubelet.sock is not there: waiting for kubelet"
+"""What a daemon without a kubelet says when everything runs."""
+
+
+def run(directory: Path, *arguments: str, program: Sequence[str] = PROGRAM) -> subprocess.CompletedProcess[str]:
+    """Runs the program in a directory to its end."""
+    return subprocess.run(
+        [*program, *arguments], cwd=directory, env=ENVIRONMENT, capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+class Daemon:
+    """A running daemon, which logs to a pipe."""
+
+    def __init__(self, process: trio.Process) -> None:
+        self.process = process
+        self.log = ""
+
+    async def logs(self, text: str) -> None:
+        """Waits until the log has this text at the end of a line."""
+        assert self.process.stdout is not None
+        while f"{text}\n" not in self.log:
+            data = await self.process.stdout.receive_some()
+            assert data, f"the daemon has ended:\n{self.log}"
+            self.log += data.decode()
+
+    async def ends(self) -> int:
+        """Waits for its end, reads the rest of the log and returns the exit code."""
+        assert self.process.stdout is not None
+        async for data in self.process.stdout:
+            self.log += data.decode()
+        return await self.process.wait()
+
+
+@asynccontextmanager
+async def daemon(directory: Path, *options: str) -> AsyncIterator[Daemon]:
+    """The daemon below a directory, with one pool, whose device is not there."""
+    command = [*PROGRAM, *paths_options(directory), "--config", str(directory / "config.json"), *options]
+    pipe = subprocess.PIPE
+    with trio.fail_after(30):
+        process = await trio.lowlevel.open_process(
+            command, stdout=pipe, stderr=subprocess.STDOUT, cwd=directory, env=ENVIRONMENT
+        )
+        try:
+            yield Daemon(process)
+        finally:
+            with trio.CancelScope(shield=True):
+                process.kill()
+                await process.wait()
+                assert process.stdout is not None
+                await process.stdout.aclose()
+
+
+@pytest.fixture
+def directory(short_path: Path) -> Path:
+    """A directory that everybody may read, with a configuration and kubelet's directory."""
+    short_path.chmod(0o755)
+    write_config(short_path, pool=["absent0"])
+    (short_path / "kubelet" / "device-plugins").mkdir(parents=True)
+    return short_path
+
+
+# -- Options -----------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_options_and_exit_codes_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    """The option --help says all there is to say, and ends with 0."""
+    with pytest.raises(SystemExit) as caught:
+        afxdpd.main(["--help"])
+    assert caught.value.code == 0
+    output = capsys.readouterr()
+    assert output.err == ""
+    for option in (
+        "config",
+        "kubelet-dir",
+        "pod-resources-socket",
+        "uds-dir",
+        "bpffs",
+        "log-level",
+        "check",
+        "version",
+    ):
+        assert f"--{option}" in output.out
+    assert "Exit codes: 0 " in output.out
+
+
+def test_version_is_printed_when_asked(tmp_path: Path) -> None:
+    """The option --version prints one line, and ends with 0."""
+    result = run(tmp_path, "--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"afxdpd {afxdpd.__version__}\n", "")
+
+
+def test_program_ends_with_1_when_an_option_is_unknown(tmp_path: Path) -> None:
+    """An unknown option is one line on standard error."""
+    result = run(tmp_path, "--verbose")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "afxdpd: unrecognized arguments: --verbose; see afxdpd --help\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["config.json"], "unrecognized arguments: config.json"),
+        (["--conf", "config.json"], "unrecognized arguments: --conf config.json"),
+        (["--config"], "argument --config/-config: expected one argument"),
+        (["--uds-dir"], "argument --uds-dir: expected one argument"),
+        (["--check=yes"], "argument --check: ignored explicit argument 'yes'"),
+        (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud' "),
+        (["--log-level", "INFO"], "argument --log-level: invalid choice: 'INFO' "),
+    ],
+)
+def test_program_ends_with_1_when_the_command_line_is_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is wrong with the command line is one line on standard error and the code for wrong input."""
+    with pytest.raises(SystemExit) as caught:
+        afxdpd.main(arguments)
+    assert caught.value.code == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"afxdpd: {message}")
+    assert output.err.endswith("; see afxdpd --help\n")
+    assert output.err.count("\n") == 1
+
+
+# -- Configuration -----------------------------------------------------------------------------------------------------
+
+
+def test_program_ends_with_1_when_there_is_no_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without an option the file is config.json of the present directory; that it is missing is one line."""
+    monkeypatch.chdir(tmp_path)
+    assert afxdpd.main([]) == 1
+    assert capsys.readouterr() == ("", "afxdpd: config.json: No such file or directory\n")
+
+
+def test_program_ends_with_1_when_the_configuration_is_wrong(tmp_path: Path) -> None:
+    """Everything that is wrong with the file is told, a line each, with its path in the file."""
+    file = tmp_path / "wrong.json"
+    file.write_text('{"pools": [{"name": "a", "devices": [{"name": ""}]}, 7], "logLevel": 5}')
+    result = run(tmp_path, "--config", str(file))
+    assert (result.returncode, result.stdout) == (1, "")
+    lines = result.stderr.splitlines()
+    assert all(line.startswith(f"afxdpd: {file}: ") for line in lines)
+    assert [line.removeprefix(f"afxdpd: {file}: ").partition(": ")[0] for line in lines] == [
+        "pools[0].devices[0].name",
+        "pools[0].mode",
+        "pools[1]",
+        "logLevel",
+    ]
+
+
+@pytest.mark.parametrize("option", [["--config"], ["-config"], ["--config="], ["-config="]])
+def test_configuration_is_found_when_the_option_has_any_of_its_forms(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The option -config of the Go plugin, whose manifests users have, does as well, with '=' or without."""
+    file = tmp_path / "absent.json"
+    arguments = [f"{option[0]}{file}"] if option[0].endswith("=") else [*option, str(file)]
+    assert afxdpd.main(arguments) == 1
+    assert capsys.readouterr().err == f"afxdpd: {file}: No such file or directory\n"
+
+
+def test_program_ends_with_1_when_a_socket_path_would_be_too_long(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Paths that no socket can have are found before anything is done, also by --check."""
+    long = directory / ("x" * 100)
+    options = ["--config", str(directory / "config.json"), "--uds-dir", str(long)]
+    for more in ([], ["--check"]):
+        assert afxdpd.main([*options, *more]) == 1
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert re.fullmatch(
+            rf"afxdpd: pools\[0\]\.devices\[0\]\.name: .* 107 bytes: {long}/pool/absent0/afxdp.sock\n", output.err
+        )
+    assert not long.exists()
+
+
+def test_check_prints_what_pools_would_take_when_nobody_is_privileged(directory: Path) -> None:
+    """The option --check tells of each pool and each device that it passes over; it needs no privilege."""
+    write_config(directory, pool=["lo", "absent0"], empty=["absent1"])
+    result = run(directory, "-config", "config.json", "--check", program=AS_NOBODY)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        "afxdp/pool: primary mode, 0 devices",
+        "  passes over lo: the loopback device is never taken",
+        "  passes over absent0: it is not in the host's network namespace",
+        "afxdp/empty: primary mode, 0 devices",
+        "  passes over absent1: it is not in the host's network namespace",
+    ]
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "kubelet"]
+
+
+# -- The host ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bpffs", [".", "absent"])
+def test_program_ends_with_3_when_bpffs_is_missing(bpffs: str, directory: Path) -> None:
+    """A directory that is no BPF file system, or is not there, is one line that says what to do."""
+    bpffs = str(directory / bpffs)
+    result = run(directory, *paths_options(directory), "--bpffs", bpffs)
+    assert (result.returncode, result.stdout) == (3, "")
+    assert result.stderr == (
+        f"afxdpd: {bpffs} is not a BPF file system: mount one there (mount -t bpf bpf {bpffs}), "
+        "or name the place of one with --bpffs\n"
+    )
+    assert not (directory / "uds").exists()
+
+
+@pytest.mark.kernel
+def test_program_ends_with_3_when_it_is_not_permitted(kernel: Kernel, directory: Path) -> None:
+    """Without capabilities the daemon says which it needs."""
+    result = run(directory, *paths_options(directory), "--bpffs", str(kernel.bpffs), program=AS_NOBODY)
+    assert (result.returncode, result.stdout) == (3, "")
+    assert re.fullmatch(
+        r"afxdpd: .+: not permitted: the daemon needs CAP_BPF and CAP_NET_ADMIN \(or CAP_SYS_ADMIN\)\n", result.stderr
+    )
+
+
+@pytest.mark.kernel
+def test_program_ends_with_3_when_the_socket_directory_cannot_be_made(kernel: Kernel, directory: Path) -> None:
+    """A directory that cannot be made is one line that names it and the option."""
+    place = directory / "config.json" / "uds"
+    result = run(directory, "--kubelet-dir", "kubelet", "--uds-dir", str(place), "--bpffs", str(kernel.bpffs))
+    assert (result.returncode, result.stdout) == (3, "")
+    assert result.stderr == f"afxdpd: {place}: Not a directory: name another directory with --uds-dir\n"
+
+
+@pytest.mark.kernel
+async def test_second_daemon_ends_with_4_when_the_first_one_runs(kernel: Kernel, directory: Path) -> None:
+    """One daemon to a directory: the second says which, and the first does not notice; when it has ended it is free."""
+    options = ["--config", "config.json", *paths_options(directory)]
+    async with daemon(directory) as first:
+        await first.logs(WAITING.format(directory))
+        before = first.log
+        for _ in range(2):
+            second = await trio.to_thread.run_sync(lambda: run(directory, *options))
+            assert (second.returncode, second.stdout) == (4, "")
+            assert second.stderr == (f"afxdpd: {directory}/uds: another afxdpd serves this directory; end it first\n")
+        first.process.terminate()
+        assert await first.ends() == 0
+        assert [line.partition(" INFO ")[2].strip() for line in first.log.removeprefix(before).splitlines()] == [
+            "SIGTERM: ending; pods keep their devices"
+        ]
+    async with daemon(directory) as third:
+        await third.logs(WAITING.format(directory))
+
+
+# -- Signals and the log -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_daemon_ends_with_0_when_it_is_told_to(number: signal.Signals, kernel: Kernel, directory: Path) -> None:
+    """SIGTERM and SIGINT end the daemon within a second; its last word names the signal."""
+    async with daemon(directory) as process:
+        await process.logs(f"afxdpd {afxdpd.__version__}: afxdp/pool")  # the first moment in which anybody would
+        process.process.send_signal(number)
+        with trio.fail_after(1):
+            assert await process.ends() == 0
+        assert process.log.endswith(f" INFO    {number.name}: ending; pods keep their devices\n")
+        assert "Traceback" not in process.log
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("config_level", "options", "levels"),
+    [
+        ("", [], {"INFO", "WARNING"}),
+        ("debug", [], {"DEBUG", "INFO", "WARNING"}),
+        ("warning", [], {"WARNING"}),
+        ("debug", ["--log-level", "warning"], {"WARNING"}),
+        ("warning", ["--log-level", "info"], {"INFO", "WARNING"}),
+    ],
+)
+async def test_log_has_its_level_when_the_option_or_the_file_gives_one(
+    config_level: str, options: list[str], levels: set[str], kernel: Kernel, directory: Path
+) -> None:
+    """The level is the option's, else the file's, else info; each line has a time and a level."""
+    level = f', "logLevel": "{config_level}"' if config_level else ""
+    pool = '{"name": "pool", "mode": "primary", "devices": [{"name": "absent0"}]}'
+    (directory / "config.json").write_text(f'{{"pools": [{pool}]{level}}}')
+    async with daemon(directory, *options) as process:
+        await process.logs(WAITING.format(directory))
+        process.process.terminate()
+        assert await process.ends() == 0
+    lines = process.log.splitlines()
+    form = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) +\S.*")
+    found = {match[1] for match in map(form.fullmatch, lines) if match}
+    assert found - {"DEBUG"} == levels - {"DEBUG"}
+    assert found <= levels
+    assert all(map(form.fullmatch, lines))
