@@ -1087,7 +1087,7 @@ class Method:
     request_type: type[Message]
     call: Callable[[Any], Awaitable[Message]] | None = None
     stream: Callable[[Any], AsyncGenerator[Message, None]] | None = None
-    timeout: float = HOOK_TIMEOUT
+    timeout: float = 10.0
 
 
 Services = Mapping[str, Mapping[str, Method]]
@@ -1986,11 +1986,13 @@ class ResourceServer:
 
     def _methods(self) -> dict[str, Method]:
         return {
-            "GetDevicePluginOptions": Method(request_type=api.Empty, call=self.GetDevicePluginOptions),
+            "GetDevicePluginOptions": Method(
+                request_type=api.Empty, call=self.GetDevicePluginOptions, timeout=HOOK_TIMEOUT
+            ),
             "ListAndWatch": Method(request_type=api.Empty, stream=self.ListAndWatch, timeout=float("inf")),
             "Allocate": Method(request_type=api.AllocateRequest, call=self.Allocate, timeout=ALLOCATE_TIMEOUT),
             "GetPreferredAllocation": Method(
-                request_type=api.PreferredAllocationRequest, call=self.GetPreferredAllocation
+                request_type=api.PreferredAllocationRequest, call=self.GetPreferredAllocation, timeout=HOOK_TIMEOUT
             ),
             "PreStartContainer": Method(
                 request_type=api.PreStartContainerRequest, call=self.PreStartContainer, timeout=PRE_START_TIMEOUT

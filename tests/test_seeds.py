@@ -1,0 +1,370 @@
+"""The framework's promises, name by name as its API documents have them, with grpcio in another process as kubelet."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from kubelet import Kubelet, KubeletError, running_kubelet
+
+import afxdpd
+from afxdpd import (
+    HEALTHY,
+    UNHEALTHY,
+    DeviceInfo,
+    DeviceTree,
+    EndpointBusyError,
+    Manager,
+    Notifier,
+    UseDefaultMethodError,
+    new_device_info,
+    new_device_info_with_topology_hints,
+    new_device_tree,
+)
+from afxdpd_proto import deviceplugin_pb2 as api
+
+pytestmark = pytest.mark.kubelet
+
+RESOURCE = "test.org/demo"
+
+
+class Plugin:
+    """A Scanner that tells what a test shows it. Subclasses have hooks."""
+
+    def __init__(self, **types: dict[str, DeviceInfo]) -> None:
+        self.notifier: Notifier | None = None
+        self.types = types
+
+    async def scan(self, notifier: Notifier) -> None:
+        """Hands the notifier to the test."""
+        self.notifier = notifier
+        self.show(**self.types)
+        await trio.sleep_forever()
+
+    def show(self, **types: dict[str, DeviceInfo]) -> None:
+        """Notifies of these device types."""
+        assert self.notifier is not None
+        self.notifier.notify(DeviceTree(types))
+
+
+@asynccontextmanager
+async def managed(plugin: Any, directory: Path) -> AsyncIterator[Manager]:
+    """A Manager at work, at a kubelet below a directory."""
+    manager = Manager("test.org", plugin, kubelet_dir=directory)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(manager.run)
+        yield manager
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def node(plugin: Any, directory: Path) -> AsyncIterator[Kubelet]:
+    """kubelet, and a plugin whose type "demo" it watches."""
+    async with running_kubelet(directory) as kubelet, managed(plugin, directory):
+        await kubelet.wait(RESOURCE, registers=1, streams_open=1, messages=1)
+        yield kubelet
+
+
+NULL = api.DeviceSpec(host_path="/dev/null", container_path="/dev/null", permissions="rw")
+
+
+async def test_new_device_info(short_path: Path) -> None:
+    """Nodes, mounts and envs of a DeviceInfo reach the container, whatever becomes of its topology."""
+    info = new_device_info(
+        HEALTHY, [NULL], [api.Mount(host_path="/a", container_path="/b")], {"A": "1"}, {"n": "x"}, ["c"]
+    )
+    async with node(Plugin(demo={"d": info}), short_path) as kubelet:
+        (answer,) = await kubelet.allocate(RESOURCE, ["d"])
+    assert answer["devices"] == [{"host_path": "/dev/null", "container_path": "/dev/null", "permissions": "rw"}]
+    assert answer["mounts"] == [{"host_path": "/a", "container_path": "/b", "read_only": False}]
+    assert (answer["envs"], answer["annotations"], answer["cdi_devices"]) == ({"A": "1"}, {"n": "x"}, [{"name": "c"}])
+
+
+async def test_new_device_info_with_topology_hints(short_path: Path) -> None:
+    """The topology that a plugin gives reaches kubelet, as does none."""
+    hint = api.TopologyInfo(nodes=[api.NUMANode(ID=1)])
+    devices = {
+        "near": new_device_info_with_topology_hints(HEALTHY, [NULL], topology=hint),
+        "far": new_device_info_with_topology_hints(HEALTHY, [NULL]),
+    }
+    async with node(Plugin(demo=devices), short_path) as kubelet:
+        listed = (await kubelet.state(RESOURCE))["devices"]
+    assert {name: device["nodes"] for name, device in listed.items()} == {"near": [1], "far": []}
+
+
+async def test_device_tree(short_path: Path) -> None:
+    """Each type of a tree becomes a resource with the devices that were added to it."""
+    tree = new_device_tree()
+    tree.add_device("demo", "d1", DeviceInfo())
+    tree.add_device("demo", "d2", DeviceInfo(state=UNHEALTHY, reason="a test"))
+    tree.add_device("other", "d1", DeviceInfo())
+    async with node(Plugin(**tree), short_path) as kubelet:
+        await kubelet.wait(RESOURCE, devices={"d1": "Healthy", "d2": "Unhealthy"})
+        await kubelet.wait("test.org/other", devices={"d1": "Healthy"})
+
+
+@pytest.mark.parametrize("plain", [False, True])
+async def test_scanner_scan(short_path: Path, plain: bool) -> None:
+    """Its failure ends the Manager with that very error, and nothing else."""
+
+    class Failing:
+        async def scan(self, _: Notifier) -> None:
+            raise LookupError("no bus")
+
+    class FailingPlain:
+        def scan(self, _: Notifier) -> None:
+            raise LookupError("no bus")
+
+    manager = Manager("test.org", FailingPlain() if plain else Failing(), kubelet_dir=short_path)  # type: ignore[arg-type]
+    with pytest.raises(LookupError, match=r"^no bus$"):
+        await manager.run()
+
+
+async def test_notifier_notify(short_path: Path) -> None:
+    """Ten thousand times the same tree is no message to kubelet, and no memory."""
+    plugin = Plugin(demo={f"d{number}": DeviceInfo() for number in range(10)})
+    async with node(plugin, short_path) as kubelet:
+        messages = (await kubelet.state(RESOURCE))["messages"]
+        plugin.show(**plugin.types)
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(10_000):
+            plugin.show(demo={f"d{number}": DeviceInfo() for number in range(10)})
+        growth = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        plugin.show(demo={"last": DeviceInfo()})
+        state = await kubelet.wait(RESOURCE, devices={"last": "Healthy"})
+    assert state["messages"] == messages + 1
+    assert growth < 100_000
+
+
+async def test_manager_run(short_path: Path) -> None:
+    """One type's failure does not stop the others: here the endpoint of one cannot be made."""
+    plugin = Plugin(demo={"d": DeviceInfo()})
+    async with node(plugin, short_path) as kubelet:
+        (short_path / "device-plugins" / "test.org-bad.sock").mkdir()
+        plugin.show(demo={"d": DeviceInfo(), "e": DeviceInfo()}, bad={"d": DeviceInfo()}, good={"d": DeviceInfo()})
+        await kubelet.wait("test.org/good", devices={"d": "Healthy"})
+        state = await kubelet.wait(RESOURCE, devices={"d": "Healthy", "e": "Healthy"})
+        assert state["registers_total"] == 1
+        (short_path / "device-plugins" / "test.org-bad.sock").rmdir()
+        await kubelet.wait("test.org/bad", devices={"d": "Healthy"})
+
+
+async def test_allocator_allocate(short_path: Path) -> None:
+    """It replaces the default, and falls back to it by UseDefaultMethodError; async or plain."""
+
+    class Allocating(Plugin):
+        def allocate(self, request: api.AllocateRequest) -> api.AllocateResponse:
+            if list(request.container_requests[0].devices_ids) == ["usual"]:
+                raise UseDefaultMethodError
+            return api.AllocateResponse(container_responses=[api.ContainerAllocateResponse(envs={"OWN": "1"})])
+
+    async with node(Allocating(demo={"usual": DeviceInfo(envs={"USUAL": "1"})}), short_path) as kubelet:
+        assert [(await kubelet.allocate(RESOURCE, [name]))[0]["envs"] for name in ("usual", "other")] == [
+            {"USUAL": "1"},
+            {"OWN": "1"},
+        ]
+
+
+async def test_default_allocate(short_path: Path) -> None:
+    """It names what is unknown or unhealthy, merges without repeating, and refuses what contradicts itself."""
+    devices = {
+        "a": DeviceInfo(nodes=[NULL], envs={"X": "1"}),
+        "b": DeviceInfo(nodes=[NULL], envs={"X": "1", "Y": "2"}),
+        "c": DeviceInfo(envs={"X": "3"}),
+        "bad": DeviceInfo(state=UNHEALTHY, reason="on fire"),
+    }
+    async with node(Plugin(demo=devices), short_path) as kubelet:
+        (answer,) = await kubelet.allocate(RESOURCE, ["a", "b"])
+        assert (len(answer["devices"]), answer["envs"]) == (1, {"X": "1", "Y": "2"})
+        for names, code, words in (
+            (["nosuch"], "NOT_FOUND", "nosuch"),
+            (["bad"], "FAILED_PRECONDITION", "bad is unhealthy: on fire"),
+            (["a", "c"], "FAILED_PRECONDITION", "disagree on the variable X: '1', '3'"),
+        ):
+            with pytest.raises(KubeletError, match=words) as refusal:
+                await kubelet.allocate(RESOURCE, names)
+            assert refusal.value.code == code
+
+
+async def test_post_allocator_post_allocate(short_path: Path) -> None:
+    """It may change the response, and its error fails the call."""
+
+    class Stamping(Plugin):
+        async def post_allocate(self, response: api.AllocateResponse) -> None:
+            if response.container_responses[0].envs.get("FAIL"):
+                raise LookupError("no stamp")
+            response.container_responses[0].annotations["stamped"] = "yes"
+
+    devices = {"a": DeviceInfo(), "b": DeviceInfo(envs={"FAIL": "1"})}
+    async with node(Stamping(demo=devices), short_path) as kubelet:
+        assert (await kubelet.allocate(RESOURCE, ["a"]))[0]["annotations"] == {"stamped": "yes"}
+        with pytest.raises(KubeletError, match=r"post_allocate failed: LookupError\('no stamp'\)"):
+            await kubelet.allocate(RESOURCE, ["b"])
+
+
+async def test_preferred_allocator_get_preferred_allocation(short_path: Path) -> None:
+    """It is announced only where the plugin has it, and its advice reaches kubelet."""
+
+    class Advising(Plugin):
+        async def get_preferred_allocation(self, _: api.PreferredAllocationRequest) -> api.PreferredAllocationResponse:
+            return api.PreferredAllocationResponse(
+                container_responses=[api.ContainerPreferredAllocationResponse(deviceIDs=["b"])]
+            )
+
+    async with node(Advising(demo={"a": DeviceInfo()}), short_path) as kubelet:
+        assert (await kubelet.options(RESOURCE))["get_preferred_allocation_available"]
+        assert await kubelet.preferred(RESOURCE, ["a", "b"], 1) == ["b"]
+    async with node(Plugin(demo={"a": DeviceInfo()}), short_path) as kubelet:
+        assert not (await kubelet.options(RESOURCE))["get_preferred_allocation_available"]
+
+
+async def test_container_pre_starter_pre_start_container(short_path: Path) -> None:
+    """It is announced only where the plugin has it, and is called with the container's devices."""
+    seen = []
+
+    class Resetting(Plugin):
+        def pre_start_container(self, request: api.PreStartContainerRequest) -> None:
+            seen.append(list(request.devices_ids))
+
+    async with node(Resetting(demo={"a": DeviceInfo()}), short_path) as kubelet:
+        assert (await kubelet.options(RESOURCE))["pre_start_required"]
+        await kubelet.prestart(RESOURCE, ["a"])
+    async with node(Plugin(demo={"a": DeviceInfo()}), short_path) as kubelet:
+        assert not (await kubelet.options(RESOURCE))["pre_start_required"]
+    assert seen == [["a"]]
+
+
+# -- What happens while kubelet is away --------------------------------------------------------------------------------
+
+
+async def test_kubelet_finds_the_present_state_when_it_was_away(short_path: Path) -> None:
+    """Types that came, changed and went meanwhile are as they are now; those that went have no socket."""
+    plugin = Plugin(demo={"a": DeviceInfo()}, old={"a": DeviceInfo()})
+    plugins = short_path / "device-plugins"
+    async with node(plugin, short_path) as kubelet:
+        await kubelet.wait("test.org/old", registers=1)
+        await kubelet.stop()
+        plugin.show(demo={"b": DeviceInfo()}, new={"c": DeviceInfo()})
+        await kubelet.start()
+        await kubelet.wait(RESOURCE, registers=1, devices={"b": "Healthy"})
+        await kubelet.wait("test.org/new", registers=1, devices={"c": "Healthy"})
+        state = await kubelet.state()
+        assert state["resources"]["test.org/old"]["registers"] == 0
+        assert not (plugins / "test.org-old.sock").exists()
+
+
+async def test_other_types_never_blink_when_one_is_removed(short_path: Path) -> None:
+    """The stream of a removed type ends and its socket goes; the others are not registered again."""
+    plugin = Plugin(demo={"a": DeviceInfo()}, old={"a": DeviceInfo()})
+    async with node(plugin, short_path) as kubelet:
+        await kubelet.wait("test.org/old", registers=1, streams_open=1)
+        plugin.show(demo={"a": DeviceInfo()})
+        await kubelet.wait("test.org/old", streams_open=0)
+        state = await kubelet.wait(RESOURCE, streams_open=1)
+        assert (state["registers_total"], state["streams_max"]) == (1, 1)
+        plugin.show(demo={"a": DeviceInfo(), "b": DeviceInfo()})
+        await kubelet.wait(RESOURCE, devices={"a": "Healthy", "b": "Healthy"})
+        assert not (short_path / "device-plugins" / "test.org-old.sock").exists()
+
+
+async def test_kubelet_gets_one_message_when_a_thousand_trees_came_while_it_was_away(short_path: Path) -> None:
+    """Only the last of a thousand different trees is kept, and it is the one message of the new stream."""
+    plugin = Plugin(demo={"a": DeviceInfo()})
+    async with node(plugin, short_path) as kubelet:
+        await kubelet.stop()
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1000):
+            plugin.show(demo={f"d{number}": DeviceInfo()})
+            await trio.lowlevel.checkpoint()
+        growth = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        await kubelet.start()
+        state = await kubelet.wait(RESOURCE, registers=1, devices={"d999": "Healthy"})
+    assert state["messages"] == 1
+    assert growth < 200_000
+
+
+# -- Plugins that go wrong ---------------------------------------------------------------------------------------------
+
+
+class Wrong(Plugin):
+    """A plugin whose every hook does what its only argument says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(demo={"a": DeviceInfo(), "b": DeviceInfo()})
+        self.how = how
+        self.end = threading.Event()  # of what hangs
+
+    async def _misbehave(self, _: object) -> Any:
+        match self.how:
+            case "raises":
+                raise LookupError("lost")
+            case "hangs":
+                await trio.sleep_forever()
+        return 42
+
+    allocate = get_preferred_allocation = pre_start_container = _misbehave
+
+
+class WrongPlain(Wrong):
+    """The same with plain methods."""
+
+    def _misbehave_plainly(self, _: object) -> Any:
+        match self.how:
+            case "raises":
+                raise LookupError("lost")
+            case "hangs":
+                assert self.end.wait(60)
+        return 42
+
+    allocate = get_preferred_allocation = pre_start_container = _misbehave_plainly
+
+
+HOOKS: dict[str, tuple[str, Callable[[Kubelet], Awaitable[Any]]]] = {
+    "allocate": ("Allocate", lambda kubelet: kubelet.allocate(RESOURCE, ["a"])),
+    "get_preferred_allocation": ("GetPreferredAllocation", lambda kubelet: kubelet.preferred(RESOURCE, ["a"], 1)),
+    "pre_start_container": ("PreStartContainer", lambda kubelet: kubelet.prestart(RESOURCE, ["a"])),
+}
+
+
+@pytest.mark.parametrize("kind", [Wrong, WrongPlain])
+async def test_caller_is_told_hook_and_error_when_a_hook_goes_wrong(
+    short_path: Path, kind: type[Wrong], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook that raises, returns the wrong type or hangs costs its caller one call, with words that name it."""
+    for timeout in ("ALLOCATE_TIMEOUT", "PRE_START_TIMEOUT", "HOOK_TIMEOUT"):
+        monkeypatch.setattr(afxdpd, timeout, 0.3)
+    plugin = kind("raises")
+    async with node(plugin, short_path) as kubelet:
+        for plugin.how, code, words in (
+            ("raises", "INTERNAL", r"{hook} failed: LookupError\('lost'\)"),
+            ("returns", "INTERNAL", "{hook} returned int, not "),
+            ("hangs", "DEADLINE_EXCEEDED", "{method} did not end in time"),
+        ):
+            for hook, (method, call) in HOOKS.items():
+                with pytest.raises(KubeletError, match=words.format(hook=hook, method=method)) as error:
+                    await call(kubelet)
+                assert error.value.code == code
+        plugin.end.set()
+        plugin.show(demo={"c": DeviceInfo()})
+        state = await kubelet.wait(RESOURCE, devices={"c": "Healthy"})
+        assert state["registers_total"] == 1
+
+
+async def test_second_plugin_is_refused_when_another_serves_the_type(short_path: Path) -> None:
+    """It ends with a message that names the socket, and the first does not notice; a dead one's file is replaced."""
+    path = short_path / "device-plugins" / "test.org-demo.sock"
+    async with node(Plugin(demo={"a": DeviceInfo()}), short_path) as kubelet:
+        with pytest.raises(EndpointBusyError, match=str(path)):
+            await Manager("test.org", Plugin(demo={"z": DeviceInfo()}), kubelet_dir=short_path).run()
+        state = await kubelet.wait(RESOURCE, streams_open=1, devices={"a": "Healthy"})
+        assert state["registers_total"] == 1
