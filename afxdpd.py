@@ -19,6 +19,7 @@ The module reads from top to bottom; each section uses only those above it:
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -42,6 +43,7 @@ import struct
 import sys
 import threading
 import urllib.parse
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,12 +66,14 @@ from purerpc.grpclib.status import Status, StatusCode
 from purerpc.wrappers import extract_message_from_singleton_stream, send_single_message_client
 from pyroute2.netlink import NLM_F_DUMP, NLM_F_REQUEST, NLMSG_DONE, NLMSG_ERROR
 from pyroute2.netlink.rtnl import (
+    RTM_DELADDR,
     RTM_DELLINK,
     RTM_DELROUTE,
     RTM_GETLINK,
     RTM_GETROUTE,
     RTM_NEWLINK,
     RTM_NEWROUTE,
+    RTMGRP_IPV4_IFADDR,
     RTMGRP_IPV4_ROUTE,
     RTMGRP_IPV6_ROUTE,
     RTMGRP_LINK,
@@ -169,10 +173,12 @@ class RpcError(Exception):
 
     Attributes:
         status: Name of the gRPC status; UNAVAILABLE and DEADLINE_EXCEEDED where no answer came.
+        message: What the peer says, or what happened.
     """
 
     def __init__(self, status: str, message: str) -> None:
         self.status = status
+        self.message = message
         super().__init__(f"{status}: {message}" if message else status)
 
 
@@ -184,6 +190,8 @@ class RpcError(Exception):
 # worker threads. All others return at once.
 # ======================================================================================================================
 
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+"""What the kernel says when there are too many files or too little memory: it passes."""
 XDP_MODES = {"xdp": "native", "xdpgeneric": "generic", "xdpoffload": "offloaded", "xdpmulti": "several"}
 """pyroute2's names of the values of IFLA_XDP_ATTACHED (if_link.h), and ours."""
 
@@ -214,6 +222,11 @@ class Fd:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            warnings.warn(f"never closed: {self!r}", ResourceWarning, stacklevel=2)
+            self.close()
 
     def fileno(self) -> int:
         """The number; it stays this object's."""
@@ -292,41 +305,51 @@ class Network:
         Changes that come together are one. Where the kernel could not keep up with them (ENOBUFS), everything is
         asked for again, so that what is yielded is always the present state.
         """
-        groups = RTMGRP_LINK | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE
+        groups = RTMGRP_LINK | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE | RTMGRP_IPV4_IFADDR
         with trio.socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as events:
             await events.bind((0, groups))  # before the dump: what changes in between is seen twice, not never
             while True:
-                links = await trio.to_thread.run_sync(self._dump, RTM_GETLINK, ifinfmsg())
-                table = {device.ifindex: device for device in map(self._device, links)}
-                routes = await trio.to_thread.run_sync(self._default_routes)
                 try:
+                    links = await trio.to_thread.run_sync(self._dump, RTM_GETLINK, ifinfmsg())
+                    table = {device.ifindex: device for device in map(self._device, links)}
+                    routes = await trio.to_thread.run_sync(self._default_routes)
                     changed = True
                     while True:
                         if changed:
                             yield self._named(table, routes)
-                        changed, default_route = self._apply(await events.recv(self._BUFFER), table)
-                        if default_route:
-                            before, routes = routes, await trio.to_thread.run_sync(self._default_routes)
-                            changed = changed or before != routes
+                        before = dict(table)
+                        touched, default_route = self._apply(await events.recv(self._BUFFER), table)
+                        changed = table != before
+                        # The kernel tells nothing of a route that goes with its device's state or address.
+                        if default_route or touched & routes:
+                            known, routes = routes, await trio.to_thread.run_sync(self._default_routes)
+                            changed = changed or known != routes
                 except OSError as exc:
-                    if exc.errno != errno.ENOBUFS:
+                    if exc.errno == errno.ENOBUFS:
+                        log.warning("netlink: events were lost, asking for all devices again")
+                    elif exc.errno in OUT_OF_RESOURCES:
+                        log.warning("netlink: %s, asking for all devices again", exc.strerror)
+                        await trio.sleep(1)
+                    else:
                         raise
-                    log.warning("netlink: events were lost, asking for all devices again")
 
-    def _apply(self, data: bytes, table: dict[int, NetDevice]) -> tuple[bool, bool]:
-        """Brings the table up to date; returns whether it changed, and whether a default route may have."""
-        changed = default_route = False
+    def _apply(self, data: bytes, table: dict[int, NetDevice]) -> tuple[set[int], bool]:
+        """Brings the table up to date; returns the devices concerned, and whether a default route came or went."""
+        touched: set[int] = set()
+        default_route = False
         for kind, message in self._split(data):
-            if kind == RTM_NEWLINK and message[16] != socket.AF_BRIDGE:
-                device = self._device(message)
-                changed = changed or table.get(device.ifindex) != device
-                table[device.ifindex] = device
-            elif kind == RTM_DELLINK and message[16] != socket.AF_BRIDGE:
+            if kind in (RTM_NEWLINK, RTM_DELLINK) and message[16] != socket.AF_BRIDGE:
                 ifindex = struct.unpack_from("=i", message, 20)[0]
-                changed = table.pop(ifindex, None) is not None or changed
+                touched.add(ifindex)
+                if kind == RTM_NEWLINK:
+                    table[ifindex] = self._device(message)
+                else:
+                    table.pop(ifindex, None)
+            elif kind == RTM_DELADDR:
+                touched.add(struct.unpack_from("=I", message, 20)[0])
             elif kind in (RTM_NEWROUTE, RTM_DELROUTE):
                 default_route = default_route or message[17] == 0  # rtm_dst_len
-        return changed, default_route
+        return touched, default_route
 
     @staticmethod
     def _named(table: dict[int, NetDevice], routes: set[int]) -> dict[str, NetDevice]:
@@ -425,6 +448,7 @@ class Attachment:
         queues: Entries of the map.
         prog_id, map_id: As bpftool shows them.
         xdp_mode: "native" or "generic"; None where it was opened from a pin and is not known.
+        pinned: Whether it is what is pinned for its device.
         handed_out: Whether anybody outside was ever given the map: then it can serve no other allocation.
     """
 
@@ -434,6 +458,7 @@ class Attachment:
     prog_id: int
     map_id: int
     xdp_mode: str | None
+    pinned: bool = False
     handed_out: bool = False
 
     def close(self) -> None:
@@ -460,8 +485,11 @@ class XdpHandler(Protocol):
     def unpin(self, pool: str, device: str) -> None:
         """See Xdp.unpin."""
 
-    def is_pinned(self, pool: str, device: str) -> bool:
+    def is_pinned(self, attachment: Attachment, pool: str, device: str) -> bool:
         """See Xdp.is_pinned."""
+
+    def pinned_pools(self) -> list[str]:
+        """See Xdp.pinned_pools."""
 
     def pinned_devices(self, pool: str) -> list[str]:
         """See Xdp.pinned_devices."""
@@ -553,6 +581,7 @@ class Xdp:
         for fd, name in ((attachment.xskmap, "xsks_map"), (attachment.link, "link")):
             path = directory / name
             _check(lib.uds_obj_pin(fd.fileno(), os.fsencode(path)), str(path))
+        attachment.pinned = True
 
     def unpin(self, pool: str, device: str) -> None:
         """Removes what is pinned; unless this process holds the link, that detaches. Nothing there is fine."""
@@ -563,16 +592,24 @@ class Xdp:
             directory.rmdir()
             directory.parent.rmdir()
 
-    def is_pinned(self, pool: str, device: str) -> bool:
-        """Whether both pins are there."""
+    def is_pinned(self, attachment: Attachment, pool: str, device: str) -> bool:
+        """Whether this attachment is pinned for the device, and both pins are there."""
         directory = self._directory(pool, device)
-        return (directory / "link").exists() and (directory / "xsks_map").exists()
+        return attachment.pinned and (directory / "link").exists() and (directory / "xsks_map").exists()
+
+    def pinned_pools(self) -> list[str]:
+        """Names of the pools that have a directory of pins, sorted."""
+        return self._names(self._root)
 
     def pinned_devices(self, pool: str) -> list[str]:
         """Names of the devices that have a directory of pins, sorted."""
+        return self._names(self._directory(pool))
+
+    @staticmethod
+    def _names(directory: Path) -> list[str]:
         try:
-            return sorted(urllib.parse.unquote(entry.name) for entry in self._directory(pool).iterdir())
-        except FileNotFoundError:
+            return sorted(urllib.parse.unquote(entry.name) for entry in directory.iterdir() if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def open_pinned(self, pool: str, device: str) -> Attachment:
@@ -597,6 +634,7 @@ class Xdp:
         if self.ifindex(attachment) == 0:
             attachment.close()
             raise OSError(errno.ENOLINK, "the device no longer exists", str(directory))
+        attachment.pinned = True
         attachment.handed_out = True  # by whoever pinned it, for all we know
         return attachment
 
@@ -695,7 +733,7 @@ def _filesystem_type(path: Path) -> str:
     """The type of the file system that a path is on, "" where it cannot be told. See proc(5), mountinfo."""
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
         mount, _, source = line.partition(" - ")
         if mount.split()[2] == number:
             return source.split()[0]
@@ -714,6 +752,7 @@ class DirectoryWatch:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inotify: inotify_simple.INotify | None = None
+        self._last_trouble = ""
 
     def __enter__(self) -> DirectoryWatch:
         self._open()
@@ -745,8 +784,9 @@ class DirectoryWatch:
             )
         except OSError as exc:
             self._close()
-            if exc.errno not in (errno.ENOENT, errno.ENOTDIR):
-                log.warning("%s: watching by polling: inotify: %s", self._path, exc.strerror)
+            if exc.errno not in (errno.ENOENT, errno.ENOTDIR) and self._last_trouble != exc.strerror:
+                log.warning("%s: watched by polling, since inotify says: %s", self._path, exc.strerror)
+                self._last_trouble = str(exc.strerror)
 
     def _close(self) -> None:
         if self._inotify is not None:
@@ -790,7 +830,7 @@ LogLevel = Annotated[
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """An object of the file; a rule about several of its keys is checked in __post_init__ (ValueError)."""
+    """An object of the file."""
 
 
 class DeviceConfig(_Struct, frozen=True, kw_only=True):
@@ -813,10 +853,6 @@ class PoolConfig(_Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceConfig, ...] = ()
     uds_timeout: UdsTimeout = 0
     uid: Uid = 0
-
-    def __post_init__(self) -> None:
-        if not self.devices:
-            raise ValueError("devices: the pool takes nothing: name its devices")
 
     @property
     def environment_name(self) -> str:
@@ -877,7 +913,10 @@ def get_pool_configs(file: str | os.PathLike[str]) -> list[PoolConfig]:
 
 
 def _conflicts(config: PluginConfig) -> Iterator[str]:
-    """What is wrong between pools that are right one by one."""
+    """What is wrong with pools that are right key by key."""
+    for index, pool in enumerate(config.pools):
+        if not pool.devices:
+            yield f"pools[{index}].devices: the pool takes nothing: name its devices"
     for key, what in (("name", "the name"), ("environment_name", "the environment variable")):
         first: dict[str, int] = {}
         for index, pool in enumerate(config.pools):
@@ -932,11 +971,7 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
             errors.append(f"{prefix}{info.encode_name}: is missing")
     if len(errors) > before:
         return None
-    try:
-        return kind(**values)
-    except ValueError as exc:
-        errors.append(f"{prefix}{exc}")
-        return None
+    return kind(**values)
 
 
 def _shown(raw: object) -> str:
@@ -963,6 +998,8 @@ FIN_ACK, NAK = b"/fin_ack", b"/nak"
 
 REQUEST_MAX = 512
 """Bytes in a request; the longest that means something has some 320."""
+FDS_MAX = 253
+"""Descriptors in one packet, see unix(7)."""
 HOSTNAME_MAX = 63
 """Where kubelet cuts a pod's name to make its hostname."""
 HOSTNAME_CUTS = (31, 54)
@@ -1231,7 +1268,7 @@ class GrpcServer:
         self,
         listener: trio.SocketListener,
         *,
-        task_status: trio.TaskStatus[Any] = trio.TASK_STATUS_IGNORED,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> NoReturn:
         """Serves a listening socket until cancelled.
 
@@ -1239,9 +1276,16 @@ class GrpcServer:
 
         Error handling: What a peer does can end its own connection and no other.
         """
-        async with listener:
-            await trio.serve_listeners(self.serve_connection, [listener], task_status=task_status)
-        raise AssertionError("serve_listeners runs until cancelled")
+        async with listener, trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                try:
+                    nursery.start_soon(self.serve_connection, await listener.accept())
+                except OSError as exc:
+                    if exc.errno not in OUT_OF_RESOURCES:
+                        raise
+                    log.warning("gRPC: cannot accept connections: %s", exc.strerror)
+                    await trio.sleep(1)
 
     async def serve_connection(self, stream: trio.abc.Stream) -> None:
         """Serves one connection until the peer closes it, and closes the stream."""
@@ -1342,6 +1386,18 @@ def _only_error(exc: BaseException) -> BaseException:
     while isinstance(exc, BaseExceptionGroup) and len(exc.exceptions) == 1:
         exc = exc.exceptions[0]
     return exc
+
+
+@contextlib.contextmanager
+def _single_errors() -> Iterator[None]:
+    """Around a nursery: an error of one task is raised as it is, not in a group."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        error = _only_error(group)
+        if error is group:
+            raise
+        raise error from None
 
 
 def open_unix_listener(path: Path, *, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
@@ -1739,7 +1795,9 @@ class ResourceServer:
         self._streams_open = 0
         self._stream_changed = trio.Event()
         self._last_trouble = ""
+        self._served = False  # whether the endpoint was ever ours: then it is no mistake of whoever started us
         self._backoff = Backoff(0.1, 10.0)
+        self._retry = Backoff(0.02, 0.1)
 
     # ---- devices
 
@@ -1902,13 +1960,19 @@ class ResourceServer:
                     self._trouble(f"{self._kubelet_socket} is not there: waiting for kubelet")
                     await watch.changed()
                     continue
+                begun = trio.current_time()
                 try:
                     await self._serve_kubelet(kubelet, watch)
                 except OSError as exc:
                     self._trouble(f"cannot serve on {self.socket_path}: {exc.strerror}")
-                # Not later than kubelet's next incarnation, and not at once: a kubelet that cuts every stream short
-                # must not keep a processor busy.
-                delay = 0.05 if not self._last_trouble else self._backoff.delay()
+                except EndpointBusyError as exc:
+                    if not self._served:
+                        raise
+                    self._trouble(str(exc))
+                # At once, but not again and again: a kubelet that refuses us, or that cuts every stream short.
+                if trio.current_time() - begun > self._retry.limit:
+                    self._retry.reset()
+                delay = self._backoff.delay() if self._last_trouble else self._retry.delay()
                 with trio.move_on_after(delay):
                     while _identity(self._kubelet_socket) == kubelet:
                         await watch.changed()
@@ -1921,7 +1985,10 @@ class ResourceServer:
         server = GrpcServer({"v1beta1.DevicePlugin": self._methods()})
 
         async def watch_files() -> None:
-            while _identity(self.socket_path) == own and _identity(self._kubelet_socket) == kubelet:
+            while _identity(self._kubelet_socket) == kubelet:
+                if _identity(self.socket_path) != own:
+                    log.info("%s: %s was removed", self.resource, self.socket_path)
+                    return
                 await watch.changed()
             log.info("%s: kubelet has restarted", self.resource)
 
@@ -1929,21 +1996,24 @@ class ResourceServer:
             if await self._register():
                 await self._watch_stream(server)
 
-        async with trio.open_nursery() as nursery:
-            await nursery.start(server.serve_unix, trio.SocketListener(trio.socket.from_stdlib_socket(listener)))
-            try:
-                await _first_of(watch_files, watch_kubelet)
-            finally:
-                self.registered = False
-                # End the stream, let kubelet close its connection, and only then begin anew: a stream that ends after
-                # the next Register would make kubelet drop the new one too.
-                self._stream += 1
-                self.announce()
-                with trio.move_on_after(self.CLOSE_GRACE, shield=True):
-                    await server.wait_no_connections()
-                if _identity(self.socket_path) == own:
-                    self.socket_path.unlink()
-                nursery.cancel_scope.cancel()
+        with _single_errors():
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.serve_unix, trio.SocketListener(trio.socket.from_stdlib_socket(listener)))
+                self._served = True
+                try:
+                    await _first_of(watch_files, watch_kubelet)
+                finally:
+                    self.registered = False
+                    # End the stream, let kubelet close its connection, and only then begin anew: a stream that ends
+                    # after the next Register would make kubelet drop the new one too.
+                    self._stream += 1
+                    self.announce()
+                    with trio.move_on_after(self.CLOSE_GRACE, shield=True):
+                        await server.wait_no_connections()
+                    with contextlib.suppress(OSError):
+                        if _identity(self.socket_path) == own:
+                            self.socket_path.unlink()
+                    nursery.cancel_scope.cancel()
 
     async def _register(self) -> bool:
         """Returns whether kubelet has accepted us."""
@@ -1980,7 +2050,7 @@ class ResourceServer:
                 await self._stream_changed.wait()
             with trio.move_on_after(self.STREAM_GRACE):
                 await server.wait_no_connections()
-                log.warning("%s: kubelet has closed its connection, registering again", self.resource)
+                log.info("%s: kubelet has closed its connection, registering again", self.resource)
                 return
             grace = 0
 
@@ -2034,15 +2104,10 @@ async def _first_of(*actors: Callable[[], Awaitable[None]]) -> None:
         await actor()
         nursery.cancel_scope.cancel()
 
-    try:
+    with _single_errors():
         async with trio.open_nursery() as nursery:
             for actor in actors:
                 nursery.start_soon(run, actor, nursery)
-    except ExceptionGroup as group:
-        error = _only_error(group)
-        if error is group:
-            raise
-        raise error from None
 
 
 @dataclass(slots=True)
@@ -2153,12 +2218,12 @@ class PodView:
     """One answer of the pod resources API.
 
     Attributes:
-        owners: (resource, device id) → who holds it.
+        owners: (resource, device id) → who holds it; old kubelets list pods that have ended beside the one that runs.
         asked_at: trio's time when the question was sent: what happened later may not be in it.
         empty: Whether no pod at all was listed, as a kubelet does that has just started.
     """
 
-    owners: Mapping[tuple[str, str], Owner]
+    owners: Mapping[tuple[str, str], tuple[Owner, ...]]
     asked_at: float
     empty: bool
 
@@ -2166,8 +2231,8 @@ class PodView:
 class PodResources:
     """Who holds which device, according to kubelet, kept fresh.
 
-    It asks at once when hurried, then at doubling intervals up to `IDLE`, and not at all while no subscriber has
-    anything to know.
+    It asks soon when hurried, then at doubling intervals up to `IDLE`, and not at all while no subscriber has anything
+    to know. Two questions are at least `BUSY` apart: kubelet answers so many in a second and then refuses.
     """
 
     BUSY, IDLE = 0.1, 10.0
@@ -2175,7 +2240,9 @@ class PodResources:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._subscribers: list[Callable[[PodView], bool]] = []
-        self._hurried = trio.Event()
+        self._due = float("inf")  # trio's time of the next question
+        self._due_changed = trio.Event()
+        self._gap = Backoff(self.BUSY, self.IDLE)
         self._answered = trio.Event()
         self._answer: PodView | RpcError | None = None
         self._last_trouble = ""
@@ -2189,9 +2256,11 @@ class PodResources:
         finally:
             self._subscribers.remove(subscriber)
 
-    def hurry(self) -> None:
-        """Asks kubelet now, and often for a while."""
-        self._hurried.set()
+    def hurry(self, after: float = 0.0) -> None:
+        """Asks kubelet so many seconds from now, and often for a while."""
+        self._gap.reset()
+        self._due = min(self._due, trio.current_time() + after)
+        self._due_changed.set()
 
     async def ask(self) -> PodView:
         """Returns the answer to a question that is sent after this call; all who wait share it.
@@ -2207,19 +2276,20 @@ class PodResources:
                 case PodView() as view if view.asked_at >= asked_at:
                     return view
                 case RpcError() as exc:
-                    raise RpcError(exc.status, str(exc)) from exc
+                    raise RpcError(exc.status, exc.message) from exc
 
     async def run(self) -> NoReturn:
         """Asks until cancelled."""
-        gap = Backoff(self.BUSY, self.IDLE)
-        wanted = False
         while True:
-            with trio.move_on_after(gap.delay() if wanted else float("inf")):
-                await self._hurried.wait()
-                self._hurried = trio.Event()
-                gap.reset()
+            while trio.current_time() < self._due:
+                self._due_changed = trio.Event()
+                with trio.move_on_at(self._due):
+                    await self._due_changed.wait()
+            self._due = float("inf")
             wanted = await self._list()
-            await trio.sleep(self.BUSY)  # kubelet answers so many questions in a second and then refuses
+            await trio.sleep(self.BUSY)
+            if wanted:
+                self._due = min(self._due, trio.current_time() + self._gap.delay())
 
     async def _list(self) -> bool:
         """Asks once; returns whether anybody wants more."""
@@ -2240,9 +2310,15 @@ class PodResources:
             return True
         self._last_trouble = ""
         view = PodView(owners=self._owners(answer), asked_at=asked_at, empty=not answer.pod_resources)
-        wanted = [subscriber(view) for subscriber in list(self._subscribers)]
+        wanted = False
+        for subscriber in list(self._subscribers):
+            try:
+                wanted = subscriber(view) or wanted
+            except Exception:
+                log.exception("pod resources: a pool could not use kubelet's answer, which is a bug")
+                wanted = True
         self._tell(view)
-        return any(wanted)
+        return wanted
 
     def _tell(self, answer: PodView | RpcError) -> None:
         self._answer = answer
@@ -2250,14 +2326,15 @@ class PodResources:
         answered.set()
 
     @staticmethod
-    def _owners(answer: podresources.ListPodResourcesResponse) -> dict[tuple[str, str], Owner]:
-        return {
-            (devices.resource_name, device_id): Owner(pod.namespace, pod.name, container.name)
-            for pod in answer.pod_resources
-            for container in pod.containers
-            for devices in container.devices
-            for device_id in devices.device_ids
-        }
+    def _owners(answer: podresources.ListPodResourcesResponse) -> dict[tuple[str, str], tuple[Owner, ...]]:
+        owners: dict[tuple[str, str], dict[Owner, None]] = {}
+        for pod in answer.pod_resources:
+            for container in pod.containers:
+                owner = Owner(pod.namespace, pod.name, container.name)
+                for devices in container.devices:
+                    for device_id in devices.device_ids:
+                        owners.setdefault((devices.resource_name, device_id), {})[owner] = None
+        return {key: tuple(found) for key, found in owners.items()}
 
 
 # ======================================================================================================================
@@ -2270,21 +2347,26 @@ class PodResources:
 #     released                       the same link with a fresh program and map behind it: prepared again
 #
 # An Attachment of a free device is held by this process alone and goes with it; the pins of the allocated ones are all
-# the state there is, and a new daemon begins with them. A device's lock is held by whoever changes it across an await;
-# what happens meanwhile (it vanishes, its pod is gone) is looked at when the lock is free again.
+# the state there is, and a new daemon begins with them.
+#
+# What takes time (attaching, replacing a program) is work on one device in a task of its own, at most one at a time for
+# a device; whoever needs the result waits for it, and may stop waiting. Everything else happens at once, between two
+# awaits. What comes to pass while a device is worked on, or waited for, is looked at afterwards, in _settle.
 # ======================================================================================================================
 
 SESSIONS_MAX = 64
 """Connections at the same time on one socket; further ones are closed at once."""
+CLOSING_MAX = 256
+"""Files of one pod that wait to be closed; while there are more, nothing is received from it."""
 LINES_MAX = 10
 """Lines in the log about the pod at one socket, in a minute; further ones are left out."""
 SEND_TIMEOUT = 5.0
 """Seconds for a pod to read a reply."""
 OWNER_TIMEOUT = 5.0
 """Seconds for finding out at /connect who holds a device, where it is not known already."""
-RELEASE_AFTER_LISTS, RELEASE_AFTER = 3, 5.0
+RELEASE_AFTER_LISTS, RELEASE_AFTER = 3, 30.0
 """A device is released when so many answers of kubelet in a row, over so many seconds, do not list it."""
-RELEASE_AFTER_EMPTY = 60.0
+RELEASE_AFTER_EMPTY = 300.0
 """The same in seconds where kubelet lists no pod at all: then it may just have started."""
 RELEASE_GRACE = 30.0
 """Seconds after Allocate in which a device is not released: kubelet lists a pod only once it is admitted."""
@@ -2382,19 +2464,17 @@ class PoolScanner:
         return dataclasses.replace(before, net=device)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Allocation:
-    """What one Allocate gave one container: devices that share their fate and answer for each other.
+    """What one Allocate gave one container: devices that answer for each other. It is told from others by identity.
 
     Attributes:
         since: trio's time of the Allocate, or of this daemon's start for an older one.
         restored: Whether it is older than this daemon, so that what belongs together is known only by its owner.
-        owner: The container, once kubelet has told.
     """
 
     since: float
     restored: bool = False
-    owner: Owner | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -2407,8 +2487,11 @@ class PoolDevice:
         topology: The NUMA nodes it is near to; None where they are not known.
         attachment: Program and map; None before they are prepared.
         allocation: Who has it; None for nobody.
+        owners: The containers that hold it, once kubelet has told; see PodView.
         server: The socket of the allocation.
-        reason: Why preparing it failed the last time.
+        reason: Why the last work on it failed.
+        working: While somebody works on it: set at the end.
+        wanted: How many requests are about to take it: then it is not forgotten.
         missed, missed_since: Answers of kubelet in a row that did not list it, and trio's time of the first of them.
     """
 
@@ -2417,11 +2500,13 @@ class PoolDevice:
     topology: api.TopologyInfo | None = None
     attachment: Attachment | None = None
     allocation: Allocation | None = None
+    owners: tuple[Owner, ...] = ()
     server: UdsServer | None = None
     reason: str = ""
+    working: trio.Event | None = None
+    wanted: int = 0
     missed: int = 0
     missed_since: float = 0.0
-    lock: trio.Lock = field(default_factory=trio.Lock)
     backoff: Backoff = field(default_factory=lambda: Backoff(0.5, 10.0))
 
     @property
@@ -2431,6 +2516,51 @@ class PoolDevice:
         if not reason and self.allocation is None and self.attachment is None:
             reason = "not prepared yet"
         return DeviceInfo(state=UNHEALTHY if reason else HEALTHY, reason=reason, topology=self.topology)
+
+
+class PodFiles:
+    """Closes what a pod has sent, and connections to it, in a thread of the pod's own.
+
+    The close of somebody else's file can take as long as they like (a socket with SO_LINGER inside the queue of another
+    socket), and the kernel does it on the thread that drops the last reference. So a pod waits for its own files, and
+    nobody else does.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: collections.deque[int] = collections.deque()
+        self._lock = threading.Lock()
+        self._running = False
+        self._token = trio.lowlevel.current_trio_token()
+        self._room = trio.Event()
+
+    def close(self, fds: Iterable[int]) -> None:
+        """Takes over descriptors and returns at once."""
+        with self._lock:
+            self._waiting.extend(fds)
+            start = bool(self._waiting) and not self._running
+            self._running = self._running or start
+        if start:
+            threading.Thread(target=self._close_all, name="afxdpd-close", daemon=True).start()
+
+    async def wait_room(self) -> None:
+        """Returns when not too many wait."""
+        while len(self._waiting) > CLOSING_MAX:
+            if self._room.is_set():
+                self._room = trio.Event()
+            await self._room.wait()
+
+    def _close_all(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._running = False
+                    return
+                fd = self._waiting.popleft()
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            if len(self._waiting) == CLOSING_MAX:
+                with contextlib.suppress(trio.RunFinishedError):
+                    self._token.run_sync_soon(lambda: self._room.set())
 
 
 class UdsServer:
@@ -2458,6 +2588,7 @@ class UdsServer:
         self._idle_timeout = idle_timeout
         self._is_owner = is_owner
         self._xskmap = xskmap
+        self._files = PodFiles()
         self._sessions = 0
         self._said = 0  # lines in the minute that began at …
         self._said_since = -60.0
@@ -2469,7 +2600,13 @@ class UdsServer:
         return self._directory / SOCKET_NAME
 
     def listen(self, host: HostHandler, uid: int) -> socket.socket:
-        """Makes directory and socket, for root and one more user; returns the listening socket, the caller's."""
+        """Makes directory and socket, for root and one more user; returns the listening socket, the caller's.
+
+        Raises:
+            OSError: They cannot be made; no socket is left.
+        """
+        if self._directory.is_symlink():
+            self._directory.unlink()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         listener = open_unix_listener(self.path, kind=socket.SOCK_SEQPACKET)
         try:
@@ -2481,23 +2618,23 @@ class UdsServer:
                 host.grant(self.path, uid, 6)
         except OSError:
             listener.close()
+            self.path.unlink(missing_ok=True)
             raise
         return listener
 
     async def serve(self, listener: socket.socket) -> None:
         """Accepts connections until its scope is cancelled, then ends them all and closes the listener."""
-        with self.scope, listener:
-            try:
+        try:
+            with self.scope:
                 async with trio.open_nursery() as nursery:
                     while True:
                         await self._accept(listener, nursery)
-            finally:
-                with contextlib.suppress(OSError):
-                    while True:
-                        _discard_connection(listener.accept()[0])
+        finally:
+            self._files.close([listener.detach()])  # with the connections that were never accepted
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> None:
         await trio.lowlevel.checkpoint()
+        await self._files.wait_room()
         try:
             connection, _ = listener.accept()
         except BlockingIOError:
@@ -2511,7 +2648,7 @@ class UdsServer:
                 self._sessions += 1
                 nursery.start_soon(self._serve_session, connection)
             else:
-                _discard_connection(connection)
+                self._end_connection(connection)
                 self._say(logging.WARNING, "%d connections are open, further ones are refused", SESSIONS_MAX)
 
     async def _serve_session(self, connection: socket.socket) -> None:
@@ -2524,8 +2661,21 @@ class UdsServer:
         except Exception:
             log.exception("%s: connection closed, which is a bug", self._name)
         finally:
-            _discard_connection(connection)
+            self._end_connection(connection)
             self._sessions -= 1
+
+    def _end_connection(self, connection: socket.socket) -> None:
+        """Closes a connection; where packets are left in it, perhaps with files, not here."""
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+            # Each packet has its sender's credentials, and the end of file, which nobody sent, has none.
+            unread = connection.recvmsg(1, socket.CMSG_SPACE(12), socket.MSG_PEEK | socket.MSG_DONTWAIT)[1]
+        except OSError:
+            unread = [(0, 0, b"")]  # who knows
+        if unread:
+            self._files.close([connection.detach()])
+        else:
+            connection.close()
 
     def _say(self, level: int, text: str, *arguments: object) -> None:
         """Logs what a pod does: so many lines a minute, whatever it does."""
@@ -2541,12 +2691,12 @@ class UdsServer:
     async def _converse(self, connection: socket.socket) -> None:
         connected = False
         while True:
-            with trio.move_on_after(self._idle_timeout) as idle:
-                packet = await _receive_packet(connection)
-            if idle.cancelled_caught:
+            await self._files.wait_room()
+            packet = await _receive_packet(connection, self._idle_timeout)
+            if packet is None:
                 self._say(logging.INFO, "connection closed: silent for %g s", self._idle_timeout)
                 return
-            if packet is None:
+            if packet.end_of_file:
                 return
             try:
                 if packet.truncated:
@@ -2555,7 +2705,7 @@ class UdsServer:
                     request = parse_request(packet.data, connected=connected)
                 reply, fd = await self._answer(request, packet)
             finally:
-                await packet.close()
+                self._files.close(packet.fds)
             log.debug("%s: pid %d: %r: %r", self._name, packet.pid, packet.data, reply)
             connected = connected or reply == HOST_OK
             with fd or contextlib.nullcontext(), trio.fail_after(SEND_TIMEOUT):
@@ -2594,9 +2744,9 @@ class UdsServer:
         self._say(logging.WARNING, "refused: the host %r is not the pod that holds the device", hostname)
         return HOST_NAK
 
-    def _config_busy_poll(self, fds: list[Fd], timeout_us: int, budget: int) -> bytes:
+    def _config_busy_poll(self, fds: Sequence[int], timeout_us: int, budget: int) -> bytes:
         try:
-            fd = fds[0].fileno() if len(fds) == 1 else -1
+            fd = fds[0] if len(fds) == 1 else -1
             _check(lib.uds_busy_poll(fd, timeout_us, budget), f"busy polling on {len(fds)} file descriptors")
         except OSError as exc:
             self._say(logging.WARNING, "%s: %s", exc.filename, exc.strerror)
@@ -2604,78 +2754,53 @@ class UdsServer:
         return BUSY_POLL_ACK
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Packet:
-    """One packet of a pod; it owns the file descriptors that came with it.
+    """One packet of a pod.
 
     Attributes:
         data: At most REQUEST_MAX bytes.
         truncated: Whether there were more.
-        fds: The first two descriptors; any others are closed already.
+        end_of_file: Whether there is no packet, and none will come.
+        fds: The descriptors that came with it, the receiver's to close.
         pid: The sender, as the kernel vouches for it.
     """
 
     data: bytes
     truncated: bool
-    fds: list[Fd]
+    end_of_file: bool
+    fds: tuple[int, ...]
     pid: int
 
-    async def close(self) -> None:
-        """Closes the descriptors, in a thread: a pod can make the close of its file take as long as it likes."""
-        if self.fds:
-            with trio.move_on_after(SEND_TIMEOUT, shield=True):
-                await trio.to_thread.run_sync(self._close, abandon_on_cancel=True, limiter=_closers())
 
-    def _close(self) -> None:
-        for fd in self.fds:
-            lib.uds_discard(fd.release())
-
-
-_CLOSERS: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("afxdpd_closers")
-
-
-def _closers() -> trio.CapacityLimiter:
-    """The threads that close pods' files: few, and none that anything else waits for."""
-    try:
-        return _CLOSERS.get()
-    except LookupError:
-        limiter = trio.CapacityLimiter(4)
-        _CLOSERS.set(limiter)
-        return limiter
-
-
-async def _receive_packet(connection: socket.socket) -> Packet | None:
-    """Waits for one packet; None at end of file. See uds_recv in _uds_helper.h."""
-    buffer = ffi.new("char[]", REQUEST_MAX)
-    fds = ffi.new("int[2]")
-    n_fds, uid = ffi.new("unsigned int *"), ffi.new("unsigned int *")
-    pid, flags = ffi.new("int *"), ffi.new("int *")
+async def _receive_packet(connection: socket.socket, timeout: float) -> Packet | None:
+    """Waits for one packet; None if none has come in so many seconds. See uds_recv in _uds_helper.h."""
     await trio.lowlevel.checkpoint()  # others get their turn, however fast this peer is
-    while True:
-        length = lib.uds_recv(connection.fileno(), buffer, REQUEST_MAX, fds, 2, n_fds, pid, uid, flags)
-        if length != -errno.EAGAIN:
-            break
-        await trio.lowlevel.wait_readable(connection)
-    _check(length, "receiving a request")
-    if flags[0] & 1:
-        return None
-    received = [Fd(fds[index]) for index in range(min(n_fds[0], 2))]
-    return Packet(data=bytes(ffi.buffer(buffer, length)), truncated=bool(flags[0] & 2), fds=received, pid=pid[0])
+    deadline = trio.current_time() + timeout
+    while (packet := _receive_now(connection)) is None:
+        with trio.move_on_at(deadline) as idle:
+            await trio.lowlevel.wait_readable(connection)
+        if idle.cancelled_caught:
+            return _receive_now(connection)  # it may have come while we were stopped
+    return packet
 
 
-def _discard_connection(connection: socket.socket) -> None:
-    """Closes a connection, and first, each by itself, the descriptors in it that nobody has received.
-
-    The kernel would close them all with the connection, and wait for those on which a pod has set SO_LINGER.
-    """
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+def _receive_now(connection: socket.socket) -> Packet | None:
+    buffer = ffi.new("char[]", REQUEST_MAX)
+    fds = ffi.new("int[]", FDS_MAX)
     n_fds, uid = ffi.new("unsigned int *"), ffi.new("unsigned int *")
     pid, flags = ffi.new("int *"), ffi.new("int *")
-    while lib.uds_recv(connection.fileno(), ffi.NULL, 0, ffi.NULL, 0, n_fds, pid, uid, flags) >= 0:
-        if flags[0] & 1:
-            break
-    connection.close()
+    length = lib.uds_recv(connection.fileno(), buffer, REQUEST_MAX, fds, FDS_MAX, n_fds, pid, uid, flags)
+    if length == -errno.EAGAIN:
+        return None
+    _check(length, "receiving a request")
+    return Packet(
+        data=bytes(ffi.buffer(buffer, length)),
+        truncated=bool(flags[0] & 2),
+        end_of_file=bool(flags[0] & 1),
+        fds=tuple(fds[0 : n_fds[0]]),
+        pid=pid[0],
+    )
 
 
 async def _send_packet(connection: socket.socket, data: bytes, fd: Fd | None) -> None:
@@ -2779,18 +2904,34 @@ class PoolManager(ResourceServer):
 
         At the end the allocated devices keep program, map and directory.
         """
+        async with self._at_work():
+            await super().run()
+
+    async def run_leftover(self) -> None:
+        """Takes over what a pool has left that is not configured any more, and serves it until its pods are gone."""
+        async with self._at_work():
+            while self.devices:
+                changed = self._list_changed
+                await changed.wait()
+        log.info("%s: nothing is left of it", self.resource)
+
+    @contextlib.asynccontextmanager
+    async def _at_work(self) -> AsyncIterator[None]:
         try:
-            async with trio.open_nursery() as self._nursery:
-                with self._pod_resources.subscribed(self._reconcile):
-                    self._restore()
-                    self._nursery.start_soon(self._prepare_devices)
-                    await super().run()
+            with _single_errors():
+                async with trio.open_nursery() as self._nursery:
+                    with self._pod_resources.subscribed(self._reconcile):
+                        self._restore()
+                        self._nursery.start_soon(self._prepare_devices)
+                        yield
+                        self._nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
             for device in self.devices.values():
                 if device.attachment is not None:
                     device.attachment.close()
-                device.attachment = device.allocation = device.server = None
+                device.attachment = device.allocation = device.server = device.working = None
+                device.owners = ()
 
     def _restore(self) -> None:
         """Begins with the pins: what is pinned is allocated."""
@@ -2800,15 +2941,15 @@ class PoolManager(ResourceServer):
                 attachment = self._xdp.open_pinned(self.config.name, name)
             except OSError as exc:
                 log.info("%s: %s: what was left of it is removed: %s", self.resource, name, exc.strerror)
-                self._xdp.unpin(self.config.name, name)
+                self._unpin(name)
                 continue
             device = self.devices.setdefault(name, PoolDevice(name))
-            device.attachment, device.allocation = attachment, Allocation(since=now, restored=True)
-            try:
-                self._hand_over(device, device.allocation)
-            except OSError as exc:
-                self._fail(device, f"its socket cannot be served: {exc}")
+            device.attachment = attachment
             log.info("%s: %s: still allocated", self.resource, name)
+            try:
+                self._hand_over(device, Allocation(since=now, restored=True))
+            except OSError as exc:
+                self._fail(device, exc)
         allocated = {name for name, device in self.devices.items() if device.allocation}
         if self._uds_dir.is_dir():
             for entry in self._uds_dir.iterdir():
@@ -2826,7 +2967,7 @@ class PoolManager(ResourceServer):
         for name, device in list(self.devices.items()):
             if name not in devices:
                 if device.net is not None:
-                    log.info("%s: %s: not in the host namespace any more", self.resource, name)
+                    log.info("%s: %s: not to be had in the host namespace any more", self.resource, name)
                 device.net = None
                 self._settle(device)
         for name, info in devices.items():
@@ -2845,19 +2986,19 @@ class PoolManager(ResourceServer):
         return self._listed
 
     def _settle(self, device: PoolDevice, *, news: bool = False) -> None:
-        """Draws the conclusions from a change: forgets the device, or has it prepared; and lets kubelet know.
+        """Draws the conclusions from a change: forgets the device, or has it worked on; and lets kubelet know.
 
-        While the device is locked that is left to whoever holds the lock. What failed is tried again after a while,
-        or at once where there is news of the device.
+        While it is worked on or wanted, that is left to whoever does. What failed is tried again after a while, or at
+        once where there is news of the device.
         """
-        if device.lock.locked():
+        if device.working is not None or device.wanted:
             return
         if device.net is None and device.allocation is None:
-            if device.attachment is not None:
-                device.attachment.close()
+            if device.attachment is not None and self._nursery is not None:
+                self._nursery.start_soon(_close_in_thread, device.attachment)
             self.devices.pop(device.name, None)
             self._due.pop(device.name, None)
-        elif self._needs_preparing(device):
+        elif self._needs_work(device):
             delay = device.backoff.delay() if device.reason and not news else 0
             self._due[device.name] = trio.current_time() + delay
             self._due_changed.set()
@@ -2868,73 +3009,92 @@ class PoolManager(ResourceServer):
                 self._listed[device.name] = info
             self.announce()
 
-    def _needs_preparing(self, device: PoolDevice) -> bool:
+    def _needs_work(self, device: PoolDevice) -> bool:
         """Whether something on the device is missing, used or dead, and could be made."""
         attachment, net = device.attachment, device.net
         if attachment is None:
             return net is not None
         if device.reason:
             return True
-        ifindex = self._xdp.ifindex(attachment)
         if device.allocation is not None:
-            return device.server is None or (ifindex == 0 and net is not None)
-        return net is not None and (attachment.handed_out or ifindex != net.ifindex)
+            return device.server is None or (net is not None and self._xdp.ifindex(attachment) == 0)
+        return not self._is_ready(device)
+
+    def _is_ready(self, device: PoolDevice) -> bool:
+        """Whether the device is free, and its program is in its place, with a map that nobody ever held."""
+        attachment = device.attachment
+        if device.allocation is not None or attachment is None or attachment.handed_out or device.reason:
+            return False
+        ifindex = self._xdp.ifindex(attachment)
+        return ifindex != 0 if device.net is None else ifindex == device.net.ifindex
 
     async def _prepare_devices(self) -> NoReturn:
-        """Prepares devices that need it, one after another (the kernel does no more), until cancelled."""
+        """Has devices worked on that need it, one after another (the kernel does no more), until cancelled."""
         while True:
             self._due_changed = trio.Event()
             now = trio.current_time()
-            ready = [name for name, due in self._due.items() if due <= now]
-            for name in sorted(ready, key=lambda name: (self.devices[name].allocation is None, name)):
-                if name in self._due:
-                    device = self.devices[name]
-                    del self._due[name]
-                    async with device.lock:
-                        await self._prepare(device)
-                    self._settle(device)
+            ready = [self.devices[name] for name, due in self._due.items() if due <= now]
+            for device in sorted(ready, key=lambda device: (device.allocation is None, device.name)):
+                if self._due.pop(device.name, None) is not None:
+                    await self._work_on(device)
                 if self._due_changed.is_set():
                     break  # there may be something more urgent
-            wait = min(self._due.values(), default=float("inf"))
-            with trio.move_on_at(wait):
+            with trio.move_on_at(min(self._due.values(), default=float("inf"))):
                 await self._due_changed.wait()
 
-    async def _prepare(self, device: PoolDevice) -> None:
-        """Makes what a free or allocated device has to have and lacks; its lock is held.
+    async def _work_on(self, device: PoolDevice) -> None:
+        """Gets a device what it has to have, and returns when that is done or has failed; see PoolDevice.reason.
 
-        What goes wrong becomes the device's reason.
+        Who is cancelled waits no longer; the work goes on.
         """
+        assert self._nursery is not None
+        if device.working is None:
+            device.working = trio.Event()
+            self._nursery.start_soon(self._work, device, device.working)
+        await device.working.wait()
+
+    async def _work(self, device: PoolDevice, done: trio.Event) -> None:
         try:
-            await self._prepare_attachment(device)
+            await self._make_attachment(device)
             if device.allocation is not None:
                 self._hand_over(device, device.allocation)
         except OSError as exc:
-            self._fail(device, f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc.strerror))
+            self._fail(device, exc)
         else:
             if device.reason:
                 log.info("%s: %s: healthy again", self.resource, device.name)
             device.reason = ""
             device.backoff.reset()
+        finally:
+            device.working = None
+            done.set()
+        self._settle(device)
 
-    async def _prepare_attachment(self, device: PoolDevice) -> None:
+    async def _make_attachment(self, device: PoolDevice) -> None:
+        """Attaches where nothing is attached, and replaces what a former holder knows."""
         attachment, net = device.attachment, device.net
         free = device.allocation is None
         if attachment is not None:
             ifindex = self._xdp.ifindex(attachment)
             if ifindex == 0 or (free and net is not None and ifindex != net.ifindex):
-                attachment.close()
-                attachment = device.attachment = None
+                device.attachment = None
+                await _close_in_thread(attachment)
+                attachment = None
         if attachment is None:
             if net is None:
                 raise OSError(errno.ENODEV, "it is not in the host's network namespace and carries no program of ours")
-            device.attachment = await trio.to_thread.run_sync(self._xdp.attach, net.ifindex, net.queues)
+            device.attachment = await trio.to_thread.run_sync(
+                self._xdp.attach, net.ifindex, net.queues, abandon_on_cancel=True
+            )
             log.info("%s: %s: prepared, %s mode", self.resource, device.name, device.attachment.xdp_mode)
         elif free and attachment.handed_out:
             device.attachment = await trio.to_thread.run_sync(self._xdp.renew, attachment)
             log.info("%s: %s: prepared again", self.resource, device.name)
 
-    def _fail(self, device: PoolDevice, reason: str) -> None:
-        if reason != device.reason:
+    def _fail(self, device: PoolDevice, exc: OSError) -> None:
+        """Makes an error the device's reason, and logs it where it is news."""
+        reason = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc.strerror)
+        if reason != device.reason and (device.net is not None or device.allocation is not None):
             log.warning("%s: %s is unhealthy: %s", self.resource, device.name, reason)
         device.reason = reason
 
@@ -2951,17 +3111,18 @@ class PoolManager(ResourceServer):
         """
         containers = [list(container.devices_ids) for container in request.container_requests]
         response = api.AllocateResponse()
-        async with self._locked(name for names in containers for name in names) as devices:
-            taken = []
+        with self._wanted(name for names in containers for name in names) as devices:
+            for device in devices.values():
+                await self._make_ready(device)
+            handed_over = []
             try:
-                for device in devices.values():
-                    taken.append(device)
-                    await self._make_ready(device)
                 for names in containers:
                     allocation = Allocation(since=trio.current_time())
                     answer = response.container_responses.add()
                     answer.envs[self.config.environment_name] = " ".join(names)
                     for name in names:
+                        self._refuse_unready(devices[name])  # something may have happened while another was waited for
+                        handed_over.append(devices[name])
                         self._hand_over(devices[name], allocation)
                         answer.mounts.add(
                             host_path=str(self._uds_dir / name),
@@ -2969,11 +3130,11 @@ class PoolManager(ResourceServer):
                             read_only=True,
                         )
                     log.info("%s: allocated: %s", self.resource, " ".join(names))
-            except BaseException:
-                for device in taken:
+            except (OSError, RequestError):
+                for device in handed_over:
                     self._vacate(device)
                 raise
-        self._pod_resources.hurry()  # so that the owner is known when the pod connects
+        self._pod_resources.hurry(PodResources.BUSY)  # kubelet lists the pod when it has our answer
         return response
 
     async def get_preferred_allocation(
@@ -2995,15 +3156,15 @@ class PoolManager(ResourceServer):
         Raises:
             RequestError: FAILED_PRECONDITION where one is not and cannot be made.
         """
-        names = list(dict.fromkeys(request.devices_ids))
-        async with self._locked(names) as devices:
-            allocation = Allocation(since=trio.current_time())
+        allocation = Allocation(since=trio.current_time())
+        with self._wanted(dict.fromkeys(request.devices_ids)) as devices:
             for device in devices.values():
-                if device.allocation is None:  # forgotten, as after a reboot; kubelet knows better
+                if device.allocation is not None:
+                    await self._work_on(device)
+                else:  # forgotten, as after a reboot; kubelet knows better
                     await self._make_ready(device)
+                    self._hand_over(device, allocation)
                     log.info("%s: %s: allocated, as kubelet says", self.resource, device.name)
-                    device.allocation = allocation
-                await self._prepare(device)
                 if device.reason:
                     raise RequestError(
                         f"{self.resource}: {device.name}: {device.reason}; delete the pod to have it made again",
@@ -3011,34 +3172,39 @@ class PoolManager(ResourceServer):
                     )
         self._pod_resources.hurry()
 
-    @contextlib.asynccontextmanager
-    async def _locked(self, names: Iterable[str]) -> AsyncIterator[dict[str, PoolDevice]]:
-        """Holds the locks of devices, which have to exist; one that is being prepared is waited for."""
+    @contextlib.contextmanager
+    def _wanted(self, names: Iterable[str]) -> Iterator[dict[str, PoolDevice]]:
+        """Finds devices, in order of their names, and keeps them from being forgotten while they are waited for."""
         devices: dict[str, PoolDevice] = {}
+        for name in sorted(names):
+            device = self.devices.get(name)
+            if device is None:
+                raise RequestError(f"{self.resource}: no device {name}", status="NOT_FOUND")
+            devices[name] = device
+        for device in devices.values():
+            device.wanted += 1
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                for name in sorted(names):
-                    device = self.devices.get(name)
-                    if device is not None:
-                        await stack.enter_async_context(device.lock)
-                    if device is None or self.devices.get(name) is not device:  # it vanished while we waited
-                        raise RequestError(f"{self.resource}: no device {name}", status="NOT_FOUND")
-                    devices[name] = device
-                yield devices
+            yield devices
         finally:
             for device in devices.values():
+                device.wanted -= 1
                 self._settle(device)
 
     async def _make_ready(self, device: PoolDevice) -> None:
-        """Gets a device ready to be handed over: vacated, and with a map that nobody ever held."""
+        """Takes a device from its former holder, if it has one, and waits until it can be handed over."""
+        while device.working is not None:
+            await device.working.wait()
         if device.allocation is not None:
             log.info("%s: %s: taken over from an earlier allocation", self.resource, device.name)
             self._vacate(device)
-        await self._prepare(device)
-        if device.attachment is None or device.reason:
-            raise RequestError(
-                f"{self.resource}: {device.name} is unhealthy: {device.reason}", status="FAILED_PRECONDITION"
-            )
+        if not self._is_ready(device):
+            await self._work_on(device)
+        self._refuse_unready(device)
+
+    def _refuse_unready(self, device: PoolDevice) -> None:
+        if not self._is_ready(device):
+            reason = device.reason or "it has changed, or was given away, in this moment"
+            raise RequestError(f"{self.resource}: {device.name} is unhealthy: {reason}", status="FAILED_PRECONDITION")
 
     def _hand_over(self, device: PoolDevice, allocation: Allocation) -> None:
         """Makes a device with an attachment that of an allocation: pins and listening socket, where they are missing.
@@ -3048,22 +3214,23 @@ class PoolManager(ResourceServer):
         """
         assert device.attachment is not None
         assert self._nursery is not None
-        device.allocation = allocation
-        device.missed = 0
-        if not self._xdp.is_pinned(self.config.name, device.name):
+        if device.allocation is not allocation:
+            device.allocation, device.owners, device.missed = allocation, (), 0
+        if not self._xdp.is_pinned(device.attachment, self.config.name, device.name):
             self._xdp.pin(device.attachment, self.config.name, device.name)
-        if device.server is None or not device.server.path.exists():
-            if device.server is not None:
-                device.server.scope.cancel()
-            device.server = UdsServer(
+        if device.server is not None and not device.server.path.exists():
+            device.server.scope.cancel()
+            device.server = None
+        if device.server is None:
+            server = UdsServer(
                 self._uds_dir / device.name,
                 name=f"{self.resource}: {device.name}",
                 idle_timeout=self.config.idle_timeout,
                 is_owner=functools.partial(self._is_owner, device),
                 xskmap=functools.partial(self._xskmap, device),
             )
-            listener = device.server.listen(self._host, self.config.uid)
-            self._nursery.start_soon(device.server.serve, listener)
+            self._nursery.start_soon(server.serve, server.listen(self._host, self.config.uid))
+            device.server = server
 
     def _vacate(self, device: PoolDevice) -> None:
         """Ends a device's allocation: conversations ended, socket and directory removed, unpinned.
@@ -3074,24 +3241,35 @@ class PoolManager(ResourceServer):
             device.server.scope.cancel()
             device.server = None
         shutil.rmtree(self._uds_dir / device.name, ignore_errors=True)
-        self._xdp.unpin(self.config.name, device.name)
-        device.allocation = None
+        self._unpin(device.name)
+        if device.attachment is not None:
+            device.attachment.pinned = False
+        device.allocation, device.owners = None, ()
+
+    def _unpin(self, name: str) -> None:
+        try:
+            self._xdp.unpin(self.config.name, name)
+        except OSError as exc:
+            log.warning("%s: %s: cannot be unpinned: %s", self.resource, name, exc)
 
     async def _is_owner(self, device: PoolDevice, hostname: str) -> bool:
-        """Whether a hostname is that of the pod that holds the device; asks kubelet where it is not known yet."""
-        allocation = device.allocation
-        if allocation is None:
-            return False
-        if allocation.owner is None:
-            try:
-                with trio.fail_after(OWNER_TIMEOUT):
-                    await self._pod_resources.ask()  # _reconcile sees the answer first
-            except trio.TooSlowError:
-                raise RpcError("DEADLINE_EXCEEDED", "kubelet's pod resources do not answer") from None
-            allocation = device.allocation  # after a restart, what belongs together is joined only then
-        if allocation is None or allocation.owner is None:
-            return False
-        return hostname_matches(hostname, allocation.owner.pod)
+        """Whether a hostname is that of a pod that holds the device; asks kubelet where it is not known yet.
+
+        Raises:
+            RpcError: kubelet does not say.
+        """
+        if device.allocation is not None and not device.owners:
+            trouble = RpcError("DEADLINE_EXCEEDED", "kubelet's pod resources do not answer")
+            with trio.move_on_after(OWNER_TIMEOUT) as waiting:
+                while True:
+                    try:
+                        await self._pod_resources.ask()  # _reconcile sees the answer first
+                        break
+                    except RpcError as exc:
+                        trouble = exc
+            if waiting.cancelled_caught:
+                raise trouble
+        return any(hostname_matches(hostname, owner.pod) for owner in device.owners)
 
     def _xskmap(self, device: PoolDevice, name: str) -> Fd | None:
         """The map of a device of the same allocation."""
@@ -3105,25 +3283,32 @@ class PoolManager(ResourceServer):
 
     def _reconcile(self, view: PodView) -> bool:
         """Compares the allocations with what kubelet says; returns whether there are any."""
-        joined: dict[Owner, Allocation] = {}
+        joined: dict[tuple[Owner, ...], Allocation] = {}
         for device in list(self.devices.values()):
             allocation = device.allocation
             if allocation is None or view.asked_at < allocation.since:
                 continue
-            owner = view.owners.get((self.resource, device.name))
-            if owner is not None:
-                device.missed = 0
-                if allocation.owner is None:
-                    log.info("%s: %s: held by %s", self.resource, device.name, owner)
-                    if allocation.restored:
-                        device.allocation = allocation = joined.setdefault(owner, allocation)
-                    allocation.owner = owner
-            else:
+            owners = view.owners.get((self.resource, device.name), ())
+            if not owners:
                 self._miss(device, allocation, view)
+                continue
+            device.missed = 0
+            if owners != device.owners:
+                log.info("%s: %s: held by %s", self.resource, device.name, ", ".join(map(str, owners)))
+                if allocation.restored and not device.owners:
+                    device.allocation = joined.setdefault(owners, allocation)
+                device.owners = owners
         return any(device.allocation for device in self.devices.values())
 
     def _miss(self, device: PoolDevice, allocation: Allocation, view: PodView) -> None:
-        """Counts that kubelet does not list an allocated device, and releases it once that is certain."""
+        """Counts that kubelet does not list an allocated device, and releases it once that is certain.
+
+        A device that lives in some other namespace is in use, whatever kubelet says: it comes back, or dies with the
+        namespace, when its pod ends.
+        """
+        if device.net is None and device.attachment is not None and self._xdp.ifindex(device.attachment):
+            device.missed = 0
+            return
         if device.missed == 0:
             device.missed_since = view.asked_at
         device.missed += 1
@@ -3133,10 +3318,16 @@ class PoolManager(ResourceServer):
             and view.asked_at - device.missed_since >= after
             and view.asked_at - allocation.since >= RELEASE_GRACE
         )
-        if certain and not device.lock.locked():
+        if certain and device.working is None and not device.wanted:
             log.info("%s: %s: released: kubelet lists no pod that holds it", self.resource, device.name)
             self._vacate(device)
             self._settle(device)
+
+
+async def _close_in_thread(attachment: Attachment) -> None:
+    """Closes an attachment, which may detach: the kernel takes its time for that."""
+    with trio.CancelScope(shield=True):
+        await trio.to_thread.run_sync(attachment.close)
 
 
 # ======================================================================================================================
@@ -3214,34 +3405,42 @@ async def serve(
     paths.check(config)
     host.check(paths.bpffs)
     xdp = xdp or Xdp(paths.bpffs)
-    with _locked_directory(paths.uds_dir):
+    with _locked_directory(paths.uds_dir, "--uds-dir"), _locked_directory(paths.bpffs / "afxdpd", "--bpffs"):
         pod_resources = PodResources(paths.pod_resources_socket)
         pools = {pool.name: pool for pool in config.pools}
-        manager = Manager(
-            NAMESPACE,
-            PoolScanner(config, network or Network()),
-            make_server=lambda name: PoolManager(
-                pools[name],
+
+        def make_pool(name: str) -> PoolManager:
+            return PoolManager(
+                pools.get(name) or PoolConfig(name=name, mode="primary"),
                 xdp=xdp,
                 host=host,
                 pod_resources=pod_resources,
                 uds_dir=paths.uds_dir,
                 kubelet_dir=paths.kubelet_dir,
-            ),
-        )
+            )
+
+        async def run_leftovers() -> None:
+            async with trio.open_nursery() as nursery:
+                for name in xdp.pinned_pools():
+                    if name not in pools:
+                        log.warning("%s/%s: is not configured any more; its pods keep their devices", NAMESPACE, name)
+                        nursery.start_soon(make_pool(name).run_leftover)
+            await trio.sleep_forever()
+
+        manager = Manager(NAMESPACE, PoolScanner(config, network or Network()), make_server=make_pool)
         log.info("afxdpd %s: %s", __version__, ", ".join(f"{NAMESPACE}/{name}" for name in pools) or "no pools")
         task_status.started()
-        await _first_of(manager.run, pod_resources.run)
+        await _first_of(manager.run, pod_resources.run, run_leftovers)
 
 
 @contextlib.contextmanager
-def _locked_directory(path: Path) -> Iterator[None]:
+def _locked_directory(path: Path, option: str) -> Iterator[None]:
     """Makes a directory and holds a lock on it, which goes with the process whatever becomes of it."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory = Fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     except OSError as exc:
-        raise HostError(f"{path}: {exc.strerror}: name another directory with --uds-dir") from exc
+        raise HostError(f"{path}: {exc.strerror}: name another place with {option}") from exc
     with directory:
         try:
             fcntl.flock(directory.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -3324,12 +3523,18 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 async def _serve_until_signal(config: PluginConfig, paths: Paths) -> None:
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:  # before anything says that we run
+        scope = trio.CancelScope()
 
-        async def wait_signal() -> None:
-            number = await anext(signals)
-            log.info("%s: ending; pods keep their devices", signal.Signals(number).name)
+        async def serve_in_scope() -> None:
+            with scope:
+                await serve(config, paths)
 
-        await _first_of(wait_signal, functools.partial(serve, config, paths))
+        async def wait_signals() -> None:
+            async for number in signals:
+                log.info("%s: ending; pods keep their devices", signal.Signals(number).name)
+                scope.cancel()
+
+        await _first_of(serve_in_scope, wait_signals)
 
 
 def main(arguments: list[str] | None = None) -> int:
