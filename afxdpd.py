@@ -586,10 +586,12 @@ class Xdp:
     def unpin(self, pool: str, device: str) -> None:
         """Removes what is pinned; unless this process holds the link, that detaches. Nothing there is fine."""
         directory = self._directory(pool, device)
-        for name in ("link", "xsks_map"):
-            (directory / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # other devices of the pool are still pinned, or it was never there
-            directory.rmdir()
+        for path in (directory.parent, directory):
+            if path.exists() and not path.is_dir():  # nothing of ours
+                path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(directory)
+        with contextlib.suppress(OSError):  # other devices of the pool are still pinned
             directory.parent.rmdir()
 
     def is_pinned(self, attachment: Attachment, pool: str, device: str) -> bool:

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,7 @@ class FakeXdp:
     pinned, `pins` has its pool and name, with the path behind each of the two pins.
 
     Attributes:
+        calls: What was asked for: (method, ifindex or name).
         errors: What a method raises for one device: (method, ifindex or name) → error.
         foreign: Programs of somebody else: ifindex → program id.
         attaching: Set when attach has been called.
@@ -82,6 +83,7 @@ class FakeXdp:
     def __init__(self, directory: Path, network: FakeNetwork) -> None:
         directory.mkdir()
         self.pins: dict[tuple[str, str], dict[str, Path]] = {}
+        self.calls: list[tuple[str, int | str]] = []
         self.errors: dict[tuple[str, int | str], Exception] = {}
         self.foreign: dict[int, int] = {}
         self.attaching = threading.Event()
@@ -117,7 +119,7 @@ class FakeXdp:
         """See Xdp.attach."""
         self.attaching.set()
         self.gate.wait()
-        self._fail("attach", ifindex)
+        self._call("attach", ifindex)
         device = next((net for net in self._network.devices().values() if net.ifindex == ifindex), None)
         if device is None:
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), f"attaching XDP to ifindex {ifindex}")
@@ -130,7 +132,7 @@ class FakeXdp:
     def renew(self, attachment: Attachment) -> Attachment:
         """See Xdp.renew."""
         link = self._link(attachment)
-        self._fail("renew", link.ifindex)
+        self._call("renew", link.ifindex)
         if link.ifindex == 0:
             raise OSError(errno.ENOLINK, os.strerror(errno.ENOLINK), "replacing the XDP program")
         link.prog_id = next(self._numbers)
@@ -146,17 +148,22 @@ class FakeXdp:
         """See Xdp.pin."""
         self.unpin(pool, device)
         self.pins[pool, device] = pins = {"xsks_map": self._target(attachment.xskmap)}
-        self._fail("pin", device)
+        self._call("pin", device)
         pins["link"] = self._target(attachment.link)
+        attachment.pinned = True
 
     def unpin(self, pool: str, device: str) -> None:
         """See Xdp.unpin."""
-        self._fail("unpin", device)
+        self._call("unpin", device)
         self.pins.pop((pool, device), None)
 
-    def is_pinned(self, pool: str, device: str) -> bool:
+    def is_pinned(self, attachment: Attachment, pool: str, device: str) -> bool:
         """See Xdp.is_pinned."""
-        return len(self.pins.get((pool, device), ())) == 2
+        return attachment.pinned and len(self.pins.get((pool, device), ())) == 2
+
+    def pinned_pools(self) -> list[str]:
+        """See Xdp.pinned_pools."""
+        return sorted({pool for pool, _ in self.pins})
 
     def pinned_devices(self, pool: str) -> list[str]:
         """See Xdp.pinned_devices."""
@@ -164,7 +171,7 @@ class FakeXdp:
 
     def open_pinned(self, pool: str, device: str) -> Attachment:
         """See Xdp.open_pinned."""
-        self._fail("open_pinned", device)
+        self._call("open_pinned", device)
         pins = self.pins[pool, device]
         for name in ("link", "xsks_map"):
             if name not in pins:
@@ -173,12 +180,13 @@ class FakeXdp:
         if link.ifindex == 0:
             raise OSError(errno.ENOLINK, "the device no longer exists", f"{pool}/{device}")
         attachment = self._attachment(link, pins["xsks_map"], 1, None)
-        attachment.handed_out = True
+        attachment.pinned = attachment.handed_out = True
         return attachment
 
     # ---- files
 
-    def _fail(self, method: str, key: int | str) -> None:
+    def _call(self, method: str, key: int | str) -> None:
+        self.calls.append((method, key))
         if (error := self.errors.get((method, key))) is not None:
             raise error
 
@@ -238,16 +246,17 @@ class FakePodResources(PodResources):
         wanted = [subscriber(view) for subscriber in list(self._subscribers)]
         return any(wanted)
 
-    def hurry(self) -> None:
+    def hurry(self, after: float = 0.0) -> None:
         """See PodResources.hurry."""
         self.hurried += 1
 
     async def ask(self) -> PodView:
         """See PodResources.ask."""
         self.asked += 1
-        await trio.lowlevel.checkpoint()
         if self.error is not None:
+            await trio.sleep(self.BUSY)
             raise self.error
+        await trio.lowlevel.checkpoint()
         view = dataclasses.replace(self.view, asked_at=trio.current_time())
         self.tell(view)
         return view
@@ -257,7 +266,8 @@ class FakeKubelet:
     """Registration and PodResourcesLister on sockets of this process. It opens no stream: for that see kubelet.py.
 
     Attributes:
-        registered: Yields each RegisterRequest, once it is answered.
+        registered: Yields each RegisterRequest.
+        registering: Called within Register, before it is answered.
         pods: What List answers.
         error: What List answers instead.
         lists: trio's time of each List.
@@ -273,6 +283,7 @@ class FakeKubelet:
         self.asked = trio.Event()
         self.gate = trio.Event()
         self.gate.set()
+        self.registering: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._registered, self.registered = trio.open_memory_channel[api.RegisterRequest](math.inf)
         register = Method(request_type=api.RegisterRequest, call=self._register)
         list_pods = Method(request_type=podresources.ListPodResourcesRequest, call=self._list)
@@ -297,6 +308,7 @@ class FakeKubelet:
 
     async def _register(self, request: api.RegisterRequest) -> api.Empty:
         self._registered.send_nowait(request)
+        await self.registering()
         return api.Empty()
 
     async def _list(self, _: podresources.ListPodResourcesRequest) -> podresources.ListPodResourcesResponse:
