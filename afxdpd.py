@@ -1718,7 +1718,8 @@ def _topology_info(nodes: set[int]) -> api.TopologyInfo | None:
 def _numa_nodes(device: Path, sysfs: Path) -> set[int]:
     """Nodes of a device's directory in sysfs: its own, its closest ancestor's, or those of the devices below it."""
     directory = device.resolve()
-    lower = [*_listdir(directory / "slaves"), *directory.glob("lower_*")]
+    below = [path for path in _listdir(directory) if path.name.startswith("lower_")]
+    lower = [*_listdir(directory / "slaves"), *below]
     if lower:  # a virtual device; slaves of block devices, lower_… of network devices
         return set().union(*(_numa_nodes(path, sysfs) for path in lower))
     root = sysfs.resolve()
@@ -2895,6 +2896,7 @@ class PoolManager(ResourceServer):
         self._pod_resources = pod_resources
         self._uds_dir = uds_dir / config.name
         self._nursery: trio.Nursery | None = None
+        self._leftover = False  # whether it gives nothing away any more
         self._listed: dict[str, DeviceInfo] = {}
         self._due: dict[str, float] = {}  # device name → trio's time from which it may be prepared
         self._due_changed = trio.Event()
@@ -2909,12 +2911,22 @@ class PoolManager(ResourceServer):
         async with self._at_work():
             await super().run()
 
-    async def run_leftover(self) -> None:
+    async def run_leftover(self, network: NetworkHandler) -> None:
         """Takes over what a pool has left that is not configured any more, and serves it until its pods are gone."""
-        async with self._at_work():
+        self._leftover = True
+
+        async def follow() -> None:
+            async with contextlib.aclosing(network.watch_devices()) as snapshots:
+                async for devices in snapshots:
+                    self.update({name: PoolDeviceInfo(net=devices[name]) for name in self.devices if name in devices})
+
+        async def wait_empty() -> None:
             while self.devices:
                 changed = self._list_changed
                 await changed.wait()
+
+        async with self._at_work():
+            await _first_of(follow, wait_empty)
         log.info("%s: nothing is left of it", self.resource)
 
     @contextlib.asynccontextmanager
@@ -2995,7 +3007,7 @@ class PoolManager(ResourceServer):
         """
         if device.working is not None or device.wanted:
             return
-        if device.net is None and device.allocation is None:
+        if device.allocation is None and (device.net is None or self._leftover):
             if device.attachment is not None and self._nursery is not None:
                 self._nursery.start_soon(_close_in_thread, device.attachment)
             self.devices.pop(device.name, None)
@@ -3404,6 +3416,7 @@ async def serve(
     """
     paths = paths or Paths()
     host = host or Host()
+    network = network or Network()
     paths.check(config)
     host.check(paths.bpffs)
     xdp = xdp or Xdp(paths.bpffs)
@@ -3426,10 +3439,10 @@ async def serve(
                 for name in xdp.pinned_pools():
                     if name not in pools:
                         log.warning("%s/%s: is not configured any more; its pods keep their devices", NAMESPACE, name)
-                        nursery.start_soon(make_pool(name).run_leftover)
+                        nursery.start_soon(make_pool(name).run_leftover, network)
             await trio.sleep_forever()
 
-        manager = Manager(NAMESPACE, PoolScanner(config, network or Network()), make_server=make_pool)
+        manager = Manager(NAMESPACE, PoolScanner(config, network), make_server=make_pool)
         log.info("afxdpd %s: %s", __version__, ", ".join(f"{NAMESPACE}/{name}" for name in pools) or "no pools")
         task_status.started()
         await _first_of(manager.run, pod_resources.run, run_leftovers)
