@@ -742,6 +742,33 @@ def _filesystem_type(path: Path) -> str:
     return ""
 
 
+class Place:
+    """What is at a path now, told from whatever takes its place: it is held, so that its number is not used again.
+
+    Raises:
+        OSError: Nothing is there.
+
+    See open(2), O_PATH.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = Fd(os.open(path, os.O_PATH | os.O_CLOEXEC))
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._fd.close()
+
+    def is_there(self) -> bool:
+        """Whether it still is."""
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._fd.fileno()))
+        except OSError:
+            return False
+
+
 class DirectoryWatch:
     """Tells when something in a directory came, went or changed its place.
 
@@ -1588,6 +1615,7 @@ class Notifier:
 
     def __init__(self) -> None:
         self._tree: DeviceTree | None = None
+        self._told: DeviceTree | None = None
         self._changed = trio.Event()
         self._loop = threading.get_ident()
 
@@ -1616,9 +1644,10 @@ class Notifier:
 
     async def wait_changed(self) -> DeviceTree:
         """Waits for a tree other than the last one returned; where there were several, the newest is returned."""
-        await self._changed.wait()
-        self._changed = trio.Event()
-        assert self._tree is not None
+        while self._tree is None or self._tree == self._told:
+            self._changed = trio.Event()
+            await self._changed.wait()
+        self._told = self._tree
         return self._tree
 
 
@@ -1760,7 +1789,7 @@ class Backoff:
     def delay(self) -> float:
         """Returns how long to wait now, in seconds."""
         delay, self._next = self._next, min(self._next * 2, self.limit)
-        return delay * random.uniform(0.8, 1.2)  # noqa: S311  jitter, no secret
+        return min(delay * random.uniform(0.8, 1.2), self.limit)  # noqa: S311  jitter, no secret
 
 
 class ResourceServer:
@@ -1794,9 +1823,10 @@ class ResourceServer:
         self._threads = trio.CapacityLimiter(8)  # of the plugin's plain methods: if they hang, nobody else waits
         self._devices: Mapping[str, DeviceInfo] = {}
         self._list_changed = trio.Event()
-        self._stream = 0  # number of the newest ListAndWatch stream; an older one has to end
-        self._streams_open = 0
-        self._stream_changed = trio.Event()
+        self._streams: list[object] = []  # the open ones of ListAndWatch; the last one is served
+        self._streams_ended = 0  # how often all had to end
+        self._streams_begun = 0
+        self._streams_changed = trio.Event()
         self._last_trouble = ""
         self._served = False  # whether the endpoint was ever ours: then it is no mistake of whoever started us
         self._backoff = Backoff(0.1, 10.0)
@@ -1825,7 +1855,7 @@ class ResourceServer:
     @property
     def watched(self) -> bool:
         """Whether kubelet has the stream open."""
-        return self._streams_open > 0
+        return bool(self._streams)
 
     # ---- the five methods of the API
 
@@ -1837,14 +1867,17 @@ class ResourceServer:
         )
 
     async def ListAndWatch(self, _: api.Empty) -> AsyncGenerator[Message, None]:  # noqa: N802  the API's name
-        """Yields the whole list, at once and after each change, until there is a newer stream or none is wanted."""
-        self._stream += 1
-        mine = self._stream
-        self._streams_open += 1
-        self._announce_stream()
+        """Yields the whole list, at once and after each change, until there is a newer stream that lasts."""
+        me, ended, sent = object(), self._streams_ended, None
+        self._streams.append(me)
+        self._streams_begun += 1
+        self._announce_streams()
         try:
-            sent = None
-            while mine == self._stream:
+            while self._streams_ended == ended:
+                if self._streams[-1] is not me:
+                    if not await self._is_last_again(me):
+                        return
+                    continue
                 changed = self._list_changed
                 response = api.ListAndWatchResponse(
                     devices=[
@@ -1856,11 +1889,18 @@ class ResourceServer:
                     log.debug("%s: telling kubelet of %d devices", self.resource, len(response.devices))
                     yield response
                     sent = response
-                if mine == self._stream:
+                if self._streams_ended == ended and self._streams[-1] is me:
                     await changed.wait()
         finally:
-            self._streams_open -= 1
-            self._announce_stream()
+            self._streams.remove(me)
+            self._announce_streams()
+
+    async def _is_last_again(self, stream: object) -> bool:
+        """Gives a newer stream a moment; returns whether it has gone again."""
+        with trio.move_on_after(self.STREAM_GRACE):
+            while self._streams[-1] is not stream:
+                await self._streams_changed.wait()
+        return self._streams[-1] is stream
 
     async def Allocate(self, request: api.AllocateRequest) -> api.AllocateResponse:  # noqa: N802  the API's name
         """Gives devices to containers of a pod that is being admitted."""
@@ -1958,48 +1998,56 @@ class ResourceServer:
         """
         with DirectoryWatch(self.socket_path.parent) as watch:
             while True:
-                kubelet = _identity(self._kubelet_socket)
-                if kubelet is None:
-                    self._trouble(f"{self._kubelet_socket} is not there: waiting for kubelet")
+                try:
+                    kubelet = Place(self._kubelet_socket)
+                except OSError as exc:
+                    self._trouble(f"waiting for kubelet: {self._kubelet_socket}: {exc.strerror}")
                     await watch.changed()
                     continue
-                begun = trio.current_time()
-                try:
-                    await self._serve_kubelet(kubelet, watch)
-                except OSError as exc:
-                    self._trouble(f"cannot serve on {self.socket_path}: {exc.strerror}")
-                except EndpointBusyError as exc:
-                    if not self._served:
-                        raise
-                    self._trouble(str(exc))
-                # At once, but not again and again: a kubelet that refuses us, or that cuts every stream short.
-                if trio.current_time() - begun > self._retry.limit:
-                    self._retry.reset()
-                delay = self._backoff.delay() if self._last_trouble else self._retry.delay()
-                with trio.move_on_after(delay):
-                    while _identity(self._kubelet_socket) == kubelet:
-                        await watch.changed()
+                with kubelet:
+                    await self._serve_and_wait(kubelet, watch)
 
-    async def _serve_kubelet(self, kubelet: tuple[int, ...], watch: DirectoryWatch) -> None:
+    async def _serve_and_wait(self, kubelet: Place, watch: DirectoryWatch) -> None:
+        """Serves one kubelet once, and waits before the next time."""
+        begun = trio.current_time()
+        try:
+            await self._serve_kubelet(kubelet, watch)
+        except OSError as exc:
+            self._trouble(f"cannot serve on {self.socket_path}: {exc.strerror}")
+        except EndpointBusyError as exc:
+            if not self._served:
+                raise
+            self._trouble(str(exc))
+        # At once, but not again and again: a kubelet that refuses us, or that cuts every stream short.
+        if trio.current_time() - begun > self._retry.limit:
+            self._retry.reset()
+        delay = self._backoff.delay() if self._last_trouble else self._retry.delay()
+        with trio.move_on_after(delay):
+            while kubelet.is_there():
+                await watch.changed()
+
+    async def _serve_kubelet(self, kubelet: Place, watch: DirectoryWatch) -> None:
         """Serves on a new socket, registers, and returns when that has to be done again."""
         refuse_busy(self.socket_path)
         listener = open_unix_listener(self.socket_path)
-        own = _identity(self.socket_path)
+        own = Place(self.socket_path)
         server = GrpcServer({"v1beta1.DevicePlugin": self._methods()})
 
         async def watch_files() -> None:
-            while _identity(self._kubelet_socket) == kubelet:
-                if _identity(self.socket_path) != own:
+            while kubelet.is_there():
+                if not own.is_there():
                     log.info("%s: %s was removed", self.resource, self.socket_path)
                     return
                 await watch.changed()
             log.info("%s: kubelet has restarted", self.resource)
 
         async def watch_kubelet() -> None:
+            before = self._streams_begun
             if await self._register():
-                await self._watch_stream(server)
+                # It may have opened and lost the stream already.
+                await self._watch_stream(server, self.OPEN_GRACE if self._streams_begun == before else 0)
 
-        with _single_errors():
+        with own, _single_errors():
             async with trio.open_nursery() as nursery:
                 await nursery.start(server.serve_unix, trio.SocketListener(trio.socket.from_stdlib_socket(listener)))
                 self._served = True
@@ -2009,12 +2057,12 @@ class ResourceServer:
                     self.registered = False
                     # End the stream, let kubelet close its connection, and only then begin anew: a stream that ends
                     # after the next Register would make kubelet drop the new one too.
-                    self._stream += 1
-                    self.announce()
+                    self._streams_ended += 1
+                    self._announce_streams()
                     with trio.move_on_after(self.CLOSE_GRACE, shield=True):
                         await server.wait_no_connections()
                     with contextlib.suppress(OSError):
-                        if _identity(self.socket_path) == own:
+                        if own.is_there():
                             self.socket_path.unlink()
                     nursery.cancel_scope.cancel()
 
@@ -2039,18 +2087,17 @@ class ResourceServer:
         self._backoff.reset()
         return True
 
-    async def _watch_stream(self, server: GrpcServer) -> None:
-        """Returns when kubelet has had no stream open for a while, or has left."""
-        grace = self.OPEN_GRACE
+    async def _watch_stream(self, server: GrpcServer, grace: float) -> None:
+        """Returns when kubelet has had no stream open for a while, or has left; it has `grace` seconds to begin."""
         while True:
             with trio.move_on_after(grace):
-                while not self._streams_open:
-                    await self._stream_changed.wait()
-            if not self._streams_open:
+                while not self._streams:
+                    await self._streams_changed.wait()
+            if not self._streams:
                 log.warning("%s: kubelet does not watch the devices, registering again", self.resource)
                 return
-            while self._streams_open:
-                await self._stream_changed.wait()
+            while self._streams:
+                await self._streams_changed.wait()
             with trio.move_on_after(self.STREAM_GRACE):
                 await server.wait_no_connections()
                 log.info("%s: kubelet has closed its connection, registering again", self.resource)
@@ -2072,9 +2119,11 @@ class ResourceServer:
             ),
         }
 
-    def _announce_stream(self) -> None:
-        changed, self._stream_changed = self._stream_changed, trio.Event()
+    def _announce_streams(self) -> None:
+        """Wakes whoever waits for streams to come and go, the streams themselves included."""
+        changed, self._streams_changed = self._streams_changed, trio.Event()
         changed.set()
+        self.announce()
 
     def _trouble(self, text: str) -> None:
         """Logs what keeps us from kubelet, once."""
@@ -2089,15 +2138,6 @@ async def _call_plain_or_async(
     if inspect.iscoroutinefunction(function):
         return await function(argument)
     return await trio.to_thread.run_sync(function, argument, abandon_on_cancel=True, limiter=limiter)
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """What tells a file from another that takes its place; None where there is none."""
-    try:
-        info = path.stat()
-    except OSError:
-        return None
-    return info.st_dev, info.st_ino, info.st_ctime_ns
 
 
 async def _first_of(*actors: Callable[[], Awaitable[None]]) -> None:
@@ -2247,7 +2287,7 @@ class PodResources:
         self._due_changed = trio.Event()
         self._gap = Backoff(self.BUSY, self.IDLE)
         self._answered = trio.Event()
-        self._answer: PodView | RpcError | None = None
+        self._answer: tuple[float, PodView | RpcError]  # and when it was asked for
         self._last_trouble = ""
 
     @contextlib.contextmanager
@@ -2271,15 +2311,16 @@ class PodResources:
         Raises:
             RpcError: kubelet did not answer it.
         """
-        asked_at = trio.current_time()
+        begun = trio.current_time()
         while True:
             self.hurry()
             await self._answered.wait()
-            match self._answer:
-                case PodView() as view if view.asked_at >= asked_at:
-                    return view
-                case RpcError() as exc:
-                    raise RpcError(exc.status, exc.message) from exc
+            asked_at, answer = self._answer
+            if asked_at < begun:
+                continue
+            if isinstance(answer, RpcError):
+                raise RpcError(answer.status, answer.message) from answer
+            return answer
 
     async def run(self) -> NoReturn:
         """Asks until cancelled."""
@@ -2309,7 +2350,7 @@ class PodResources:
             trouble = f"pod resources: {exc}"
             log.log(logging.DEBUG if trouble == self._last_trouble else logging.WARNING, "%s", trouble)
             self._last_trouble = trouble
-            self._tell(exc)
+            self._tell(asked_at, exc)
             return True
         self._last_trouble = ""
         view = PodView(owners=self._owners(answer), asked_at=asked_at, empty=not answer.pod_resources)
@@ -2320,11 +2361,11 @@ class PodResources:
             except Exception:
                 log.exception("pod resources: a pool could not use kubelet's answer, which is a bug")
                 wanted = True
-        self._tell(view)
+        self._tell(asked_at, view)
         return wanted
 
-    def _tell(self, answer: PodView | RpcError) -> None:
-        self._answer = answer
+    def _tell(self, asked_at: float, answer: PodView | RpcError) -> None:
+        self._answer = asked_at, answer
         answered, self._answered = self._answered, trio.Event()
         answered.set()
 
@@ -2495,7 +2536,8 @@ class PoolDevice:
         reason: Why the last work on it failed.
         working: While somebody works on it: set at the end.
         wanted: How many requests are about to take it: then it is not forgotten.
-        missed, missed_since: Answers of kubelet in a row that did not list it, and trio's time of the first of them.
+        missed, missed_since, missed_empty: Answers of kubelet in a row that did not list it, trio's time of the first
+            of them, and whether they listed no pod at all.
     """
 
     name: str
@@ -2510,6 +2552,7 @@ class PoolDevice:
     wanted: int = 0
     missed: int = 0
     missed_since: float = 0.0
+    missed_empty: bool = False
     backoff: Backoff = field(default_factory=lambda: Backoff(0.5, 10.0))
 
     @property
@@ -3126,8 +3169,7 @@ class PoolManager(ResourceServer):
         containers = [list(container.devices_ids) for container in request.container_requests]
         response = api.AllocateResponse()
         with self._wanted(name for names in containers for name in names) as devices:
-            for device in devices.values():
-                await self._make_ready(device)
+            taken_over = {device for device in devices.values() if await self._make_ready(device)}
             handed_over = []
             try:
                 for names in containers:
@@ -3135,7 +3177,8 @@ class PoolManager(ResourceServer):
                     answer = response.container_responses.add()
                     answer.envs[self.config.environment_name] = " ".join(names)
                     for name in names:
-                        self._refuse_unready(devices[name])  # something may have happened while another was waited for
+                        # Something may have happened to it while another one was waited for.
+                        self._refuse_unready(devices[name], taken_over=devices[name] in taken_over)
                         handed_over.append(devices[name])
                         self._hand_over(devices[name], allocation)
                         answer.mounts.add(
@@ -3204,18 +3247,23 @@ class PoolManager(ResourceServer):
                 device.wanted -= 1
                 self._settle(device)
 
-    async def _make_ready(self, device: PoolDevice) -> None:
-        """Takes a device from its former holder, if it has one, and waits until it can be handed over."""
+    async def _make_ready(self, device: PoolDevice) -> bool:
+        """Waits until a device can be handed over; returns whether it was taken from a former holder for that."""
         while device.working is not None:
             await device.working.wait()
-        if device.allocation is not None:
+        taken_over = device.allocation is not None
+        if taken_over:
             log.info("%s: %s: taken over from an earlier allocation", self.resource, device.name)
             self._vacate(device)
         if not self._is_ready(device):
             await self._work_on(device)
-        self._refuse_unready(device)
+        self._refuse_unready(device, taken_over=taken_over)
+        return taken_over
 
-    def _refuse_unready(self, device: PoolDevice) -> None:
+    def _refuse_unready(self, device: PoolDevice, *, taken_over: bool) -> None:
+        """Refuses a device that is not as it has to be, or that is away, where not in its former holder's pod."""
+        if device.net is None and not taken_over:
+            raise RequestError(f"{self.resource}: no device {device.name} any more", status="NOT_FOUND")
         if not self._is_ready(device):
             reason = device.reason or "it has changed, or was given away, in this moment"
             raise RequestError(f"{self.resource}: {device.name} is unhealthy: {reason}", status="FAILED_PRECONDITION")
@@ -3323,8 +3371,8 @@ class PoolManager(ResourceServer):
         if device.net is None and device.attachment is not None and self._xdp.ifindex(device.attachment):
             device.missed = 0
             return
-        if device.missed == 0:
-            device.missed_since = view.asked_at
+        if device.missed == 0 or device.missed_empty != view.empty:
+            device.missed, device.missed_since, device.missed_empty = 0, view.asked_at, view.empty
         device.missed += 1
         after = RELEASE_AFTER_EMPTY if view.empty else RELEASE_AFTER
         certain = (
