@@ -32,7 +32,7 @@ AS_NOBODY = [
 """The program without any privilege; it may lie in a directory that only root can read."""
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(afxdpd.__file__).parent)}
-WAITING = "afxdp/pool: {}/kubelet/device-plugins/kubelet.sock is not there: waiting for kubelet"
+WAITING = "afxdp/pool: waiting for kubelet: {}/kubelet/device-plugins/kubelet.sock: No such file or directory"
 """What a daemon without a kubelet says when everything runs."""
 
 
@@ -259,7 +259,7 @@ def test_program_ends_with_3_when_the_socket_directory_cannot_be_made(kernel: Ke
     place = directory / "config.json" / "uds"
     result = run(directory, "--kubelet-dir", "kubelet", "--uds-dir", str(place), "--bpffs", str(kernel.bpffs))
     assert (result.returncode, result.stdout) == (3, "")
-    assert result.stderr == f"afxdpd: {place}: Not a directory: name another directory with --uds-dir\n"
+    assert result.stderr == f"afxdpd: {place}: Not a directory: name another place with --uds-dir\n"
 
 
 @pytest.mark.kernel

@@ -665,26 +665,38 @@ async def test_list_and_watch_tells_nothing_when_the_list_is_the_same(autojump_c
         assert await nothing_happens(lists.__anext__)
 
 
-async def test_list_and_watch_ends_when_there_is_a_newer_stream() -> None:
-    """At most one stream is served: the newest."""
+async def test_list_and_watch_ends_when_there_is_a_newer_stream(autojump_clock: MockClock) -> None:
+    """At most one stream is served for long: the newest."""
     server = server_of(d1=DeviceInfo())
-    ended = trio.Event()
-
-    async def follow() -> None:
-        async with aclosing(server.ListAndWatch(api.Empty())) as lists:
-            async for _ in lists:
-                pass
-        ended.set()
-
-    async with running(follow), aclosing(server.ListAndWatch(api.Empty())) as lists:
-        await wait_all_tasks_blocked()
-        await next_list(lists)
-        with trio.fail_after(3):
-            await ended.wait()
+    async with (
+        aclosing(server.ListAndWatch(api.Empty())) as older,
+        aclosing(server.ListAndWatch(api.Empty())) as newer,
+    ):
+        assert await next_list(older) == await next_list(newer) == {"d1": HEALTHY}
+        with pytest.raises(StopAsyncIteration):
+            await next_list(older)
+        assert trio.current_time() <= ResourceServer.STREAM_GRACE
         assert server.watched
         server.update({"d2": DeviceInfo()})
-        assert await next_list(lists) == {"d2": HEALTHY}
+        assert await next_list(newer) == {"d2": HEALTHY}
     assert not server.watched
+
+
+async def test_list_and_watch_goes_on_when_a_newer_stream_does_not_last(autojump_clock: MockClock) -> None:
+    """Somebody who looks at the list for a moment does not end kubelet's stream, nor keep changes from it."""
+    server = server_of(d1=DeviceInfo())
+    async with aclosing(server.ListAndWatch(api.Empty())) as lists:
+        await next_list(lists)
+
+        async def look() -> None:
+            async with aclosing(server.ListAndWatch(api.Empty())) as others:
+                await next_list(others)
+                await trio.sleep(ResourceServer.STREAM_GRACE / 2)
+                server.update({"d2": DeviceInfo()})
+                assert await next_list(others) == {"d2": HEALTHY}
+
+        async with running(look):
+            assert await next_list(lists) == {"d2": HEALTHY}
 
 
 async def test_update_logs_a_reason_once_when_it_stays(caplog: pytest.LogCaptureFixture) -> None:
@@ -1170,9 +1182,34 @@ async def test_server_registers_again_when_the_stream_comes_and_goes_inside_regi
 
     kubelet.registering = watch_shortly
     async with running(server.run):
-        for _ in range(5):
+        for _ in range(50):
             await kubelet.registered.receive()
-        assert trio.current_time() < ResourceServer.OPEN_GRACE
+        assert 0.05 * 50 < trio.current_time() < 0.2 * 50, "it waits in vain, or not at all"
+
+
+async def test_server_registers_at_once_when_the_last_registration_had_lasted(
+    autojump_clock: MockClock, short_path: Path, kubelet: FakeKubelet
+) -> None:
+    """A kubelet that was content for a while is not made to wait, whatever was before."""
+    server = ResourceServer("test.org", "demo", kubelet_dir=short_path)
+
+    async def watch_shortly() -> None:
+        async with aclosing(server.ListAndWatch(api.Empty())) as lists:
+            await anext(lists)
+
+    kubelet.registering = watch_shortly
+    async with running(server.run):
+        for _ in range(50):
+            await kubelet.registered.receive()
+        kubelet.registering = trio.lowlevel.checkpoint
+        await kubelet.registered.receive()
+        async with aclosing(server.ListAndWatch(api.Empty())) as lists:
+            await anext(lists)
+            await trio.sleep(60)
+            started = trio.current_time()
+            server.socket_path.unlink()
+            await kubelet.registered.receive()
+            assert trio.current_time() - started < 0.03
 
 
 async def test_server_ends_its_stream_when_it_has_to_register_again(
