@@ -190,6 +190,8 @@ class RpcError(Exception):
 # worker threads. All others return at once.
 # ======================================================================================================================
 
+POSIX_ACL = "system.posix_acl_access"
+"""The extended attribute that is a file's ACL."""
 OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """What the kernel says when there are too many files or too little memory: it passes."""
 XDP_MODES = {"xdp": "native", "xdpgeneric": "generic", "xdpoffload": "offloaded", "xdpmulti": "several"}
@@ -682,6 +684,9 @@ class HostHandler(Protocol):
     def grant(self, path: Path, uid: int, permissions: int) -> None:
         """See Host.grant."""
 
+    def user_of(self, path: Path) -> int:
+        """See Host.user_of."""
+
 
 class Host:
     """The machine and what this process may do on it."""
@@ -720,15 +725,23 @@ class Host:
 
         See acl(5); the attribute's form is in linux/posix_acl_xattr.h.
         """
-        nobody = 0xFFFFFFFF
+        nobody = 0xFFFFFFFF  # ACL_UNDEFINED_ID; the tags are ACL_USER_OBJ, ACL_USER, ACL_GROUP_OBJ, ACL_MASK, ACL_OTHER
         entries = ((1, 7, nobody), (2, permissions, uid), (4, 0, nobody), (16, permissions, nobody), (32, 0, nobody))
         acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
         try:
-            os.setxattr(path, "system.posix_acl_access", acl)
+            os.setxattr(path, POSIX_ACL, acl)
         except OSError as exc:
             if exc.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
             os.chown(path, uid, -1)
+
+    def user_of(self, path: Path) -> int:
+        """The user that `grant` gave access to a file; 0 for none, or if the file is not there."""
+        try:
+            acl = os.getxattr(path, POSIX_ACL)
+        except OSError:
+            return path.stat().st_uid if path.exists() else 0
+        return next((uid for tag, _, uid in struct.iter_unpack("<HHI", acl[4:]) if tag == 2), 0)
 
 
 def _filesystem_type(path: Path) -> str:
@@ -3291,7 +3304,9 @@ class PoolManager(ResourceServer):
                 is_owner=functools.partial(self._is_owner, device),
                 xskmap=functools.partial(self._xskmap, device),
             )
-            self._nursery.start_soon(server.serve, server.listen(self._host, self.config.uid))
+            # A running pod keeps its user, whatever the configuration says now.
+            user = self._host.user_of(self._uds_dir / device.name) if allocation.restored else 0
+            self._nursery.start_soon(server.serve, server.listen(self._host, user or self.config.uid))
             device.server = server
 
     def _vacate(self, device: PoolDevice) -> None:

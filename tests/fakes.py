@@ -225,6 +225,10 @@ class FakeHost:
             raise self.error
         self.granted.append((path, uid, permissions))
 
+    def user_of(self, path: Path) -> int:
+        """See Host.user_of."""
+        return next((uid for granted, uid, _ in reversed(self.granted) if granted == path), 0)
+
 
 class FakePodResources(PodResources):
     """PodResources without kubelet: a question is answered with `view` or `error` at once, and only when it is asked.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import struct
 import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -379,3 +382,40 @@ async def test_pods_of_a_pool_are_served_when_it_is_not_configured_any_more(
             await kubelet.pods(pod("other", {}))
             await kubelet.wait("afxdp/renamed", devices={"afa0": "Healthy"}, timeout=30)
             assert not (PINS / "pool").exists()
+
+
+async def test_pods_user_keeps_its_access_when_the_configuration_has_another(kernel: Kernel, short_path: Path) -> None:
+    """After a restart the socket of a running pod is open to the user it was made for, and to no other."""
+    make_veth("afa0")
+    content = {"name": "pool", "mode": "primary", "devices": [{"name": "afa0"}]}
+    await trio.Path(short_path).chmod(0o711)
+    async with running_kubelet(short_path / "kubelet") as kubelet:
+        await kubelet.pods(pod("pod-x", {RESOURCE: ["afa0"]}))
+        for uid in (1500, 1600):
+            (short_path / "config.json").write_text(json.dumps({"pools": [{**content, "uid": uid}]}))
+            with daemon_process(short_path / "config.json", short_path):
+                await kubelet.wait(RESOURCE, streams_open=1, healthy=1)
+                if uid == 1500:
+                    await kubelet.allocate(RESOURCE, ["afa0"])
+                # As the mount into the pod does, past the directories above, which are root's alone.
+                directory = os.open(short_path / "uds/pool/afa0", os.O_PATH | os.O_DIRECTORY)
+                path = f"/proc/self/fd/{directory}/afxdp.sock"
+                assert await in_thread(answer_to, 1500, path) == b"/host_ok"
+                assert await in_thread(answer_to, 1501, path) == b"Permission denied"
+                os.close(directory)
+
+
+def answer_to(uid: int, path: str) -> bytes:
+    """What a user without capabilities is answered to /connect, or why it cannot connect."""
+    program = (
+        "import os, socket, sys\n"
+        "sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+        "try: sock.connect(sys.argv[1])\n"
+        "except OSError as exc: print(exc.strerror, end='')\n"
+        "else: sock.send(b'/connect,pod-x'); print(sock.recv(99).decode(), end='')\n"
+    )
+    command = ["setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups", "--inh-caps", "-all"]
+    fd = int(path.split("/")[4])
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable  # one that everybody may run
+    command += [python, "-c", program, path]
+    return subprocess.run(command, check=True, capture_output=True, pass_fds=[fd]).stdout

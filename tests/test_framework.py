@@ -668,13 +668,19 @@ async def test_list_and_watch_tells_nothing_when_the_list_is_the_same(autojump_c
 async def test_list_and_watch_ends_when_there_is_a_newer_stream(autojump_clock: MockClock) -> None:
     """At most one stream is served for long: the newest."""
     server = server_of(d1=DeviceInfo())
-    async with (
-        aclosing(server.ListAndWatch(api.Empty())) as older,
-        aclosing(server.ListAndWatch(api.Empty())) as newer,
-    ):
-        assert await next_list(older) == await next_list(newer) == {"d1": HEALTHY}
-        with pytest.raises(StopAsyncIteration):
-            await next_list(older)
+    ended = trio.Event()
+
+    async def follow() -> None:
+        async with aclosing(server.ListAndWatch(api.Empty())) as older:
+            assert await next_list(older) == {"d1": HEALTHY}
+            with pytest.raises(StopAsyncIteration):
+                await anext(older)
+        ended.set()
+
+    async with running(follow), aclosing(server.ListAndWatch(api.Empty())) as newer:
+        await wait_all_tasks_blocked()
+        assert await next_list(newer) == {"d1": HEALTHY}
+        await ended.wait()
         assert trio.current_time() <= ResourceServer.STREAM_GRACE
         assert server.watched
         server.update({"d2": DeviceInfo()})

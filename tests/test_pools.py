@@ -1151,7 +1151,9 @@ async def test_leftover_is_served_when_its_pool_is_configured_no_more(bench: Ben
         await eventually(bench.ready("veth0", "veth1"))
         bench.owned("veth0")
         assert await bench.get_map("veth0") == bench.xdp.pins["pool", "veth0"]["xsks_map"].name
-        bench.show("veth0")
+        release(bench)
+        assert bench.xdp.pinned_devices("pool") == ["veth0", "veth1"]
+        bench.network.show(net("veth0"))
         await eventually(lambda: bench.pool.devices["veth0"].net is not None)
         release(bench, "veth1")
         assert bench.xdp.pinned_devices("pool") == ["veth1"]
