@@ -32,6 +32,8 @@ AS_NOBODY = [
 """The program without any privilege; it may lie in a directory that only root can read."""
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(afxdpd.__file__).parent)}
+pytestmark = pytest.mark.program
+
 WAITING = "afxdp/pool: waiting for kubelet: {}/kubelet/device-plugins/kubelet.sock: No such file or directory"
 """What a daemon without a kubelet says when everything runs."""
 

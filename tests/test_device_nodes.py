@@ -49,6 +49,7 @@ async def test_nodes_are_announced_and_allocated_when_they_are_plugged_in(short_
             assert (await kubelet.state("test.org/null"))["registers_total"] == 1
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("resource", ["null", "null=", "=/dev/null", "null=dev/null"])
 def test_example_says_what_is_wrong_when_a_resource_is_malformed(resource: str) -> None:
     """A resource that is none is refused with a line that shows it."""
