@@ -227,8 +227,9 @@ class Fd:
 
     def __del__(self) -> None:
         if self._fd >= 0:
-            warnings.warn(f"never closed: {self!r}", ResourceWarning, stacklevel=2)
-            self.close()
+            text = f"never closed: {self!r}"
+            self.close()  # first: a warning may be an error
+            warnings.warn(text, ResourceWarning, stacklevel=2)
 
     def fileno(self) -> int:
         """The number; it stays this object's."""
@@ -865,7 +866,7 @@ Uid = Annotated[
     msgspec.Meta(ge=0, le=256000, description="0, or 1000 to 256000"),
     lambda value: value == 0 or value >= 1000,
 ]
-Mode = Annotated[Literal["primary"], msgspec.Meta(description="'primary'")]
+Mode = Annotated[Literal["primary"], msgspec.Meta(description="'primary' (this version has no other)")]
 LogLevel = Annotated[
     Literal["error", "warning", "info", "debug"], msgspec.Meta(description="'error', 'warning', 'info' or 'debug'")
 ]
@@ -1960,9 +1961,11 @@ class ResourceServer:
             raise UseDefaultMethodError
         try:
             result = await _call_plain_or_async(getattr(self._plugin, hook), argument, limiter=self._threads)
-        except (RequestError, UseDefaultMethodError, OSError):
+        except (RequestError, UseDefaultMethodError):
             raise
         except Exception as exc:
+            if self._plugin is self and isinstance(exc, OSError):
+                raise  # the kernel's answer; a subclass has its own words for it
             log.exception("%s: %s of the plugin failed", self.resource, hook)
             raise RequestError(f"{self.resource}: {hook} failed: {exc!r}", status="INTERNAL") from exc
         if not isinstance(result, kind):
@@ -2043,7 +2046,11 @@ class ResourceServer:
         """Serves on a new socket, registers, and returns when that has to be done again."""
         refuse_busy(self.socket_path)
         listener = open_unix_listener(self.socket_path)
-        own = Place(self.socket_path)
+        try:
+            own = Place(self.socket_path)
+        except OSError:  # kubelet wipes its directory at any time
+            listener.close()
+            raise
         server = GrpcServer({"v1beta1.DevicePlugin": self._methods()})
 
         async def watch_files() -> None:
@@ -2241,20 +2248,33 @@ class Manager:
                 log.exception("%s: the update failed, which is a bug", self._running[device_type].server.resource)
 
     async def _keep_running(self, running: _Running) -> None:
-        """Runs a server until it is cancelled; begins again where it fails, and lets no other feel it."""
-        backoff = Backoff(0.5, 60.0)
         try:
             with running.scope:
-                while True:
-                    try:
-                        await running.server.run()
-                    except* EndpointBusyError:
-                        raise
-                    except* Exception:
-                        log.exception("%s failed, which is a bug; it begins again", running.server.resource)
-                    await trio.sleep(backoff.delay())
+                await _run_again(running.server.run, running.server.resource)
         finally:
             running.ended.set()
+
+
+async def _run_again(run: Callable[[], Awaitable[None]], name: str) -> None:
+    """Runs something until it ends or is cancelled; begins again where it fails, and lets nobody else feel it.
+
+    Raises:
+        EndpointBusyError: From `run`; to begin again would not help.
+    """
+    backoff = Backoff(0.5, 60.0)
+    while True:
+        begun = trio.current_time()
+        try:
+            await run()
+        except* EndpointBusyError:
+            raise
+        except* Exception:
+            log.exception("%s failed, which is a bug; it begins again", name)
+        else:
+            return
+        if trio.current_time() - begun > backoff.limit:
+            backoff.reset()
+        await trio.sleep(backoff.delay())
 
 
 @dataclass(frozen=True, slots=True)
@@ -2425,7 +2445,7 @@ RELEASE_AFTER_LISTS, RELEASE_AFTER = 3, 30.0
 """A device is released when so many answers of kubelet in a row, over so many seconds, do not list it."""
 RELEASE_AFTER_EMPTY = 300.0
 """The same in seconds where kubelet lists no pod at all: then it may just have started."""
-RELEASE_GRACE = 30.0
+RELEASE_GRACE = 60.0
 """Seconds after Allocate in which a device is not released: kubelet lists a pod only once it is admitted."""
 
 
@@ -3502,7 +3522,8 @@ async def serve(
                 for name in xdp.pinned_pools():
                     if name not in pools:
                         log.warning("%s/%s: is not configured any more; its pods keep their devices", NAMESPACE, name)
-                        nursery.start_soon(make_pool(name).run_leftover, network)
+                        pool = make_pool(name)
+                        nursery.start_soon(_run_again, functools.partial(pool.run_leftover, network), pool.resource)
             await trio.sleep_forever()
 
         manager = Manager(NAMESPACE, PoolScanner(config, network), make_server=make_pool)
@@ -3530,10 +3551,16 @@ def _locked_directory(path: Path, option: str) -> Iterator[None]:
 def check_report(config: PluginConfig, devices: Mapping[str, NetDevice]) -> Iterator[str]:
     """Yields lines that say what each pool would take of these devices, and why it would not take others."""
     taken, passed = choose_devices(config, devices)
+    if not config.pools:
+        yield "no pools"
     for pool in config.pools:
         yield f"{NAMESPACE}/{pool.name}: {pool.mode} mode, {len(taken[pool.name])} devices"
         for device in taken[pool.name]:
-            note = f", carries the {device.xdp_mode} XDP program {device.xdp_prog_id}" if device.xdp_prog_id else ""
+            note = ""
+            if device.xdp_prog_id:
+                note = (
+                    f"; carries the {device.xdp_mode} XDP program {device.xdp_prog_id}: unhealthy unless that is ours"
+                )
             yield f"  takes {device.name}: {device.queues} queues{note}"
         for name, why in passed[pool.name].items():
             yield f"  passes over {name}: {why}"
@@ -3629,7 +3656,7 @@ def main(arguments: list[str] | None = None) -> int:
     paths = Paths(
         kubelet_dir=options.kubelet_dir,
         pod_resources_socket=options.pod_resources_socket or options.kubelet_dir / "pod-resources" / "kubelet.sock",
-        uds_dir=options.uds_dir,
+        uds_dir=options.uds_dir.absolute(),  # kubelet is told of it
         bpffs=options.bpffs,
     )
     try:

@@ -8,11 +8,12 @@ A pod that asks for example.org/serial: 1 gets one of the nodes that are plugged
 import argparse
 import glob
 import logging
+import sys
 from pathlib import Path
 
 import trio
 
-from afxdpd import HEALTHY, DeviceTree, DirectoryWatch, Manager, Notifier, new_device_info
+from afxdpd import HEALTHY, DeviceTree, DirectoryWatch, EndpointBusyError, Manager, Notifier, new_device_info
 from afxdpd_proto.deviceplugin_pb2 import DeviceSpec
 
 
@@ -63,4 +64,9 @@ if __name__ == "__main__":
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     plugin = DeviceNodes(dict(options.resources))
-    trio.run(Manager(options.namespace, plugin, kubelet_dir=options.kubelet_dir).run)
+    try:
+        trio.run(Manager(options.namespace, plugin, kubelet_dir=options.kubelet_dir).run)
+    except* EndpointBusyError as group:
+        sys.exit(str(group.exceptions[0]))
+    except* KeyboardInterrupt:
+        pass

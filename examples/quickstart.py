@@ -191,7 +191,7 @@ class Kubelet(Program):
     """The stand-in for kubelet."""
 
     def __init__(self) -> None:
-        command = [sys.executable, str(EXAMPLES / "standin_kubelet.py"), "--kubelet-dir", f"{KUBELET}/device-plugins"]
+        command = [sys.executable, str(EXAMPLES / "standin_kubelet.py"), "--plugin-dir", f"{KUBELET}/device-plugins"]
         super().__init__("kubelet", [*command, "--pod-resources-socket", f"{KUBELET}/pod-resources/kubelet.sock"])
 
     def command(self, cmd: str, **arguments: Any) -> Any:

@@ -1,6 +1,6 @@
 """A stand-in for kubelet: the peer of a device plugin, in a process of its own.
 
-    standin_kubelet.py --kubelet-dir DIR --pod-resources-socket PATH
+    standin_kubelet.py --plugin-dir DIR --pod-resources-socket PATH      (needs grpcio: pip install '.[quickstart]')
 
 It serves what kubelet serves (Registration on DIR/kubelet.sock, PodResourcesLister on PATH) and calls what kubelet
 calls, with grpcio. Its parent drives it: one JSON object a line on stdin, one JSON reply a line on stdout. The first
@@ -716,10 +716,10 @@ class Console:
 def main() -> None:
     """Runs until stdin ends."""
     parser = argparse.ArgumentParser(description="A stand-in for kubelet, driven by JSON lines on stdin.")
-    parser.add_argument("--kubelet-dir", type=Path, required=True, help="the plugin directory, …/device-plugins")
+    parser.add_argument("--plugin-dir", type=Path, required=True, help="the plugin directory, …/device-plugins")
     parser.add_argument("--pod-resources-socket", type=Path, required=True, help="where PodResources is served")
     arguments = parser.parse_args()
-    kubelet = Kubelet(arguments.kubelet_dir.absolute(), arguments.pod_resources_socket.absolute())
+    kubelet = Kubelet(arguments.plugin_dir.absolute(), arguments.pod_resources_socket.absolute())
     kubelet.start()
     console = Console(kubelet)
     with contextlib.suppress(KeyboardInterrupt):

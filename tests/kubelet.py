@@ -203,7 +203,7 @@ async def start_kubelet(directory: Path, stderr: IO[bytes] | None) -> Kubelet:
     """Starts a stand-in that serves below `directory`; the caller kills it."""
     plugin_dir = directory / "device-plugins"
     socket = directory / "pod-resources" / "kubelet.sock"
-    command = [sys.executable, str(SCRIPT), "--kubelet-dir", str(plugin_dir), "--pod-resources-socket", str(socket)]
+    command = [sys.executable, str(SCRIPT), "--plugin-dir", str(plugin_dir), "--pod-resources-socket", str(socket)]
     pipe = subprocess.PIPE
     process = await trio.lowlevel.open_process(command, stdin=pipe, stdout=pipe, stderr=stderr)
     return Kubelet(process, plugin_dir, socket)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import trio
 from conftest import Kernel
-from support import paths_options, write_config
+from kubelet import running_kubelet
+from support import PROGRAM, RESOURCE, make_veth, paths_options, write_config
 
 import afxdpd
 
@@ -328,3 +329,22 @@ async def test_log_has_its_level_when_the_option_or_the_file_gives_one(
     assert found - {"DEBUG"} == levels - {"DEBUG"}
     assert found <= levels
     assert all(map(form.fullmatch, lines))
+
+
+@pytest.mark.kernel
+async def test_kubelet_is_told_a_whole_path_when_the_socket_directory_is_given_as_a_part(
+    kernel: Kernel, directory: Path, short_path: Path
+) -> None:
+    """A relative --uds-dir is made absolute, since kubelet mounts what it is told."""
+    make_veth("veth0")
+    config = write_config(short_path, pool=["veth0"])
+    command = [*PROGRAM, "--config", str(config), "--kubelet-dir", str(short_path / "kubelet"), "--uds-dir", "sockets"]
+    async with running_kubelet(short_path / "kubelet") as kubelet:
+        process = await trio.lowlevel.open_process(command, cwd=short_path)
+        try:
+            await kubelet.wait(RESOURCE, healthy=1)
+            (answer,) = await kubelet.allocate(RESOURCE, ["veth0"])
+            assert answer["mounts"][0]["host_path"] == str(short_path / "sockets/pool/veth0")
+        finally:
+            process.kill()
+            await process.wait()

@@ -166,7 +166,7 @@ def device_rule(*values: object) -> list[Any]:
     [
         *rule("name", POOL_NAME, "", "-a", "a-", ".a", "a.", "_a", "a_", "a b", "a/b", "ä", "x" * 64, "a\n", "\na"),
         *rule("name", POOL_NAME, 5, None, True, ["a"], {"a": 1}),
-        *rule("mode", "'primary'", "cdq", "Primary", "", None, 1, ["primary"]),
+        *rule("mode", "'primary' (this version has no other)", "cdq", "Primary", "", None, 1, ["primary"]),
         *device_rule("", "veth 0", "veth.0", "veth/0", "vethä", "x" * 51, "veth0\n", "..", 1, None, ["veth0"]),
         *rule("udsTimeout", UDS_TIMEOUT, -2, 1, 29, 301, 10**30, 30.0, 30.5, "30", True, False, None, [30]),
         *rule("uid", UID, -1, 1, 999, 256001, 1e3, "1000", True, None, {}),
@@ -213,7 +213,7 @@ def test_every_error_is_told_when_there_are_several(tmp_path: Path) -> None:
     )
     assert errors_of(write(tmp_path, content)) == [
         f'pools[0].name: must be {POOL_NAME}: "-"',
-        "pools[0].mode: must be 'primary': \"cdq\"",
+        "pools[0].mode: must be 'primary' (this version has no other): \"cdq\"",
         f"pools[0].udsTimeout: must be {UDS_TIMEOUT}: 5",
         f"pools[0].uid: must be {UID}: 7",
         "pools[1]: must be an object: 7",

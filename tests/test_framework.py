@@ -257,6 +257,23 @@ async def test_manager_restarts_a_server_when_it_crashes(
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 4
 
 
+async def test_manager_restarts_a_server_soon_when_it_had_run_for_long(autojump_clock: MockClock) -> None:
+    """Crashes that are hours apart do not add up to a long pause."""
+
+    class Hourly(Crashing):
+        async def run(self) -> None:
+            self.runs.append(trio.current_time())
+            await trio.sleep(3600)
+            raise LookupError("a bug")
+
+    plugin, server = Snapshots(), Hourly("a", 0)
+    async with running(Manager("test.org", plugin, make_server=lambda _: server).run):
+        plugin.trees.send_nowait(tree_of(a=[]))
+        await trio.sleep(20 * 3600)
+    assert len(server.runs) == 20
+    assert all(after - before < 3601 for before, after in zip(server.runs, server.runs[1:], strict=False))
+
+
 async def test_manager_goes_on_when_a_server_cannot_be_updated(caplog: pytest.LogCaptureFixture) -> None:
     """A server that fails with new devices is left with the old ones, and the others get theirs."""
 

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fakes import FakeHost, FakeKubelet, FakeNetwork, FakePodResources, FakeXdp
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from afxdpd import (
+    CLOSING_MAX,
     HEALTHY,
     RELEASE_AFTER,
     RELEASE_AFTER_EMPTY,
@@ -34,7 +36,9 @@ from afxdpd import (
     NetDevice,
     Notifier,
     Owner,
+    Paths,
     PluginConfig,
+    PodFiles,
     PodResources,
     PodView,
     PoolConfig,
@@ -45,6 +49,7 @@ from afxdpd import (
     RpcError,
     UdsServer,
     choose_devices,
+    serve,
 )
 from afxdpd_proto import deviceplugin_pb2 as api
 
@@ -530,6 +535,19 @@ async def test_allocate_grants_access_when_the_pool_has_a_uid(short_path: Path) 
     async with bench.running("veth0"):
         await bench.allocate(["veth0"])
         assert bench.host.granted == [(bench.uds / "veth0", 1500, 5), (bench.path("veth0"), 1500, 6)]
+
+
+async def test_allocate_makes_the_directory_when_there_is_a_link_in_its_place(bench: Bench) -> None:
+    """A link at the place of a device's directory is replaced, not followed."""
+    elsewhere = bench.directory / "elsewhere"
+    elsewhere.mkdir()
+    async with bench.running("veth0"):
+        bench.uds.mkdir(parents=True)
+        (bench.uds / "veth0").symlink_to(elsewhere)
+        await bench.allocate(["veth0"])
+        assert not (bench.uds / "veth0").is_symlink()
+        assert bench.path("veth0").is_socket()
+        assert os.listdir(elsewhere) == []
 
 
 @pytest.mark.parametrize(
@@ -1166,6 +1184,30 @@ async def test_leftover_is_served_when_its_pool_is_configured_no_more(bench: Ben
     assert bench.xdp.descriptors() == []
 
 
+async def test_daemon_goes_on_when_a_leftover_crashes(
+    bench: Bench, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug with what an old pool has left ends no pool of today's, and is tried again."""
+    async with bench.running("veth0"):
+        await bench.allocate(["veth0"])
+    bench.xdp.errors["open_pinned", "veth0"] = LookupError("a bug")
+    paths = Paths(
+        kubelet_dir=bench.directory / "kubelet",
+        pod_resources_socket=bench.directory / "kubelet" / "pod-resources" / "kubelet.sock",
+        uds_dir=bench.directory / "uds",
+        bpffs=bench.directory / "bpf",
+    )
+    serving = partial(serve, config_of(new=("veth1",)), paths)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(serving, network=bench.network, xdp=bench.xdp, host=bench.host))
+        await trio.sleep(10)
+        assert "which is a bug" in caplog.text
+        bench.xdp.errors.clear()
+        await trio.sleep(20)
+        assert bench.path("veth0").is_socket()
+        nursery.cancel_scope.cancel()
+
+
 @pytest.mark.filterwarnings("ignore:never closed:ResourceWarning")
 async def test_pool_ends_at_once_when_an_attempt_hangs(bench: Bench) -> None:
     """A driver that takes its time with a program does not keep the daemon from ending."""
@@ -1294,6 +1336,8 @@ class Pods:
 
     async def _is_owner(self, hostname: str) -> bool:
         await trio.lowlevel.checkpoint()
+        if hostname == "bug":
+            raise LookupError
         return hostname == "pod-x"
 
     @asynccontextmanager
@@ -1544,6 +1588,26 @@ async def test_socket_goes_on_when_there_are_no_descriptors_left(
             assert "cannot accept connections" in caplog.text
             mock_clock.jump(2)
             assert await session.ask(b"/connect,pod-x") == b"/host_ok"
+
+
+async def test_connection_ends_when_there_is_a_bug_in_it(pods: Pods, caplog: pytest.LogCaptureFixture) -> None:
+    """What nobody thought of ends one conversation, and goes to the log."""
+    async with connected(pods.path) as session, connected(pods.path) as other:
+        await session.send(b"/connect,bug")
+        assert await session.is_over()
+        assert await other.ask(b"/connect,pod-x") == b"/host_ok"
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+async def test_files_are_closed_when_there_are_more_than_may_wait(pods: Pods) -> None:
+    """Who has to wait until there are fewer waits no longer than that, and in the end all are closed."""
+    before = open_fds()
+    files = PodFiles()
+    for _ in range(3):
+        files.close(os.dup(0) for _ in range(CLOSING_MAX + 10))
+        await files.wait_room()
+        assert len(open_fds()) <= len(before) + CLOSING_MAX + 1  # which is being closed
+    await eventually(lambda: open_fds() == before)
 
 
 async def test_connections_end_when_the_socket_does(short_path: Path) -> None:

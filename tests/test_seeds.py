@@ -308,6 +308,8 @@ class Wrong(Plugin):
         match self.how:
             case "raises":
                 raise LookupError("lost")
+            case "cannot":
+                raise FileNotFoundError(2, "No such file or directory", "/dev/bus")
             case "hangs":
                 await trio.sleep_forever()
         return 42
@@ -322,6 +324,8 @@ class WrongPlain(Wrong):
         match self.how:
             case "raises":
                 raise LookupError("lost")
+            case "cannot":
+                raise FileNotFoundError(2, "No such file or directory", "/dev/bus")
             case "hangs":
                 assert self.end.wait(60)
         return 42
@@ -347,6 +351,7 @@ async def test_caller_is_told_hook_and_error_when_a_hook_goes_wrong(
     async with node(plugin, short_path) as kubelet:
         for plugin.how, code, words in (
             ("raises", "INTERNAL", r"{hook} failed: LookupError\('lost'\)"),
+            ("cannot", "INTERNAL", r"{hook} failed: FileNotFoundError\(2, "),
             ("returns", "INTERNAL", "{hook} returned int, not "),
             ("hangs", "DEADLINE_EXCEEDED", "{method} did not end in time"),
         ):
