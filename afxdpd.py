@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import copy
 import dataclasses
 import datetime
 import difflib
@@ -1547,7 +1548,7 @@ async def _call_once(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What kubelet and containers get to know of one device. Sequences and mappings are kept as copies.
+    """What kubelet and containers get to know of one device. What it is made of is kept as copies.
 
     Attributes:
         state: HEALTHY or UNHEALTHY.
@@ -1568,9 +1569,10 @@ class DeviceInfo:
     def __post_init__(self) -> None:
         # What the Notifier compares later must not be what the plugin goes on changing.
         for name in ("nodes", "mounts", "cdi_devices"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, tuple(map(copy.deepcopy, getattr(self, name))))
         for name in ("envs", "annotations"):
             object.__setattr__(self, name, dict(getattr(self, name)))
+        object.__setattr__(self, "topology", copy.deepcopy(self.topology))
 
 
 def new_device_info(
@@ -1925,20 +1927,24 @@ class ResourceServer:
             raise RequestError(f"{self.resource}: Allocate of no device")
         if len(set(flat)) < len(flat):
             raise RequestError(f"{self.resource}: a device is named twice: {', '.join(sorted(flat))}")
+        deadline = trio.current_time() + ALLOCATE_TIMEOUT
         try:
-            response = await self._call_plugin("allocate", request, api.AllocateResponse)
+            response = await self._call_plugin("allocate", request, api.AllocateResponse, deadline)
         except UseDefaultMethodError:
             response = self._default_allocate(request)
         with contextlib.suppress(UseDefaultMethodError):
-            await self._call_plugin("post_allocate", response, type(None))
+            await self._call_plugin("post_allocate", response, type(None), deadline)
         return response
 
     async def GetPreferredAllocation(  # noqa: N802  the API's name
         self, request: api.PreferredAllocationRequest
     ) -> api.PreferredAllocationResponse:
         """Advises kubelet, where the plugin can."""
+        deadline = trio.current_time() + HOOK_TIMEOUT
         try:
-            return await self._call_plugin("get_preferred_allocation", request, api.PreferredAllocationResponse)
+            return await self._call_plugin(
+                "get_preferred_allocation", request, api.PreferredAllocationResponse, deadline
+            )
         except UseDefaultMethodError as exc:
             raise RequestError(f"{self.resource}: no preferred allocation here", status="UNIMPLEMENTED") from exc
 
@@ -1946,11 +1952,12 @@ class ResourceServer:
         self, request: api.PreStartContainerRequest
     ) -> api.PreStartContainerResponse:
         """Makes devices ready before a container starts, where the plugin does that."""
+        deadline = trio.current_time() + PRE_START_TIMEOUT
         with contextlib.suppress(UseDefaultMethodError):
-            await self._call_plugin("pre_start_container", request, type(None))
+            await self._call_plugin("pre_start_container", request, type(None), deadline)
         return api.PreStartContainerResponse()
 
-    async def _call_plugin(self, hook: str, argument: Message, kind: type[T]) -> T:
+    async def _call_plugin(self, hook: str, argument: Message, kind: type[T], deadline: float) -> T:
         """Calls a method of the plugin; what goes wrong in it is told to the caller under the hook's name.
 
         Raises:
@@ -1960,12 +1967,15 @@ class ResourceServer:
         if not hasattr(self._plugin, hook):
             raise UseDefaultMethodError
         try:
-            result = await _call_plain_or_async(getattr(self._plugin, hook), argument, limiter=self._threads)
+            with trio.fail_at(deadline):
+                result = await _call_plain_or_async(getattr(self._plugin, hook), argument, limiter=self._threads)
         except (RequestError, UseDefaultMethodError):
             raise
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             if self._plugin is self and isinstance(exc, OSError):
                 raise  # the kernel's answer; a subclass has its own words for it
+            if isinstance(exc, trio.TooSlowError) and trio.current_time() >= deadline:
+                raise RequestError(f"{self.resource}: {hook} did not end in time", status="DEADLINE_EXCEEDED") from exc
             log.exception("%s: %s of the plugin failed", self.resource, hook)
             raise RequestError(f"{self.resource}: {hook} failed: {exc!r}", status="INTERNAL") from exc
         if not isinstance(result, kind):
@@ -2125,17 +2135,22 @@ class ResourceServer:
             grace = 0
 
     def _methods(self) -> dict[str, Method]:
+        late = 1.0  # seconds: the hooks have their deadlines, whose words are better
         return {
             "GetDevicePluginOptions": Method(
                 request_type=api.Empty, call=self.GetDevicePluginOptions, timeout=HOOK_TIMEOUT
             ),
             "ListAndWatch": Method(request_type=api.Empty, stream=self.ListAndWatch, timeout=float("inf")),
-            "Allocate": Method(request_type=api.AllocateRequest, call=self.Allocate, timeout=ALLOCATE_TIMEOUT),
+            "Allocate": Method(request_type=api.AllocateRequest, call=self.Allocate, timeout=ALLOCATE_TIMEOUT + late),
             "GetPreferredAllocation": Method(
-                request_type=api.PreferredAllocationRequest, call=self.GetPreferredAllocation, timeout=HOOK_TIMEOUT
+                request_type=api.PreferredAllocationRequest,
+                call=self.GetPreferredAllocation,
+                timeout=HOOK_TIMEOUT + late,
             ),
             "PreStartContainer": Method(
-                request_type=api.PreStartContainerRequest, call=self.PreStartContainer, timeout=PRE_START_TIMEOUT
+                request_type=api.PreStartContainerRequest,
+                call=self.PreStartContainer,
+                timeout=PRE_START_TIMEOUT + late,
             ),
         }
 
@@ -2157,7 +2172,8 @@ async def _call_plain_or_async(
     """Calls a plugin's method: an async one here, a plain one in a thread, which is left to itself when cancelled."""
     if inspect.iscoroutinefunction(function):
         return await function(argument)
-    return await trio.to_thread.run_sync(function, argument, abandon_on_cancel=True, limiter=limiter)
+    result = await trio.to_thread.run_sync(function, argument, abandon_on_cancel=True, limiter=limiter)
+    return await result if inspect.isawaitable(result) else result  # a plain function around an async one
 
 
 async def _first_of(*actors: Callable[[], Awaitable[None]]) -> None:
@@ -2901,7 +2917,8 @@ def prefer_devices(
         available: Names to choose from, in any order.
         must_include: Names that are in the answer in any case.
         size: How many are wanted.
-        nodes: Name → the NUMA nodes that the device is near to; none where they are unknown.
+        nodes: Name → the NUMA nodes that the device is near to; none where they are unknown. A device near to several
+            counts for each of them, and is not looked at more closely.
 
     Returns:
         `size` names, or as many as there are.

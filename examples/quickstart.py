@@ -40,7 +40,7 @@ EXAMPLES = Path(__file__).resolve().parent
 RESOURCE = "afxdp/quickstart"
 DEVICES = {"qs0": "qs0-far", "qs1": "qs1-far"}  # and the far ends of the wires that they are plugged into
 POD, NEXT_POD, OTHER_POD = "quickstart-pod", "next-pod", "other-pod"
-POD_UID = 1500
+POD_UID = 200_000 + os.getpid() % 50_000  # of this run alone: the kernel counts locked memory by user
 MEMLOCK = 8 << 20  # containers have that by default
 
 RUN = Path("/run")  # covered by a file system in memory, of this name in the table of mounts:

@@ -22,7 +22,7 @@ import afxdpd
 
 ROOT = Path(__file__).parents[1]
 RESOURCE = "afxdp/pool"
-PROGRAM = [sys.executable, "-m", "afxdpd"]
+PROGRAM = [sys.executable, "-P", "-m", "afxdpd"]  # the installed one, not the checkout's
 
 
 def make_veth(*names: str, queues: int = 1) -> None:

@@ -123,7 +123,7 @@ async def test_no_packet_is_lost_when_the_daemon_is_killed(kernel: Kernel, short
             with await in_thread(PodApp, sandbox, short_path / "uds/pool", "pod-x", ["afa0"], count) as app:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(in_thread, send_packets, "afa0p", count)
-                    await in_thread(send_some_then_kill, daemon)
+                    await in_thread(kill, daemon)
                     registers = (await kubelet.wait(RESOURCE, streams_open=0))["registers"]
                     with daemon_process(config, short_path):
                         await kubelet.wait(RESOURCE, registers=registers + 1, streams_open=1, healthy=2)
@@ -134,7 +134,7 @@ async def test_no_packet_is_lost_when_the_daemon_is_killed(kernel: Kernel, short
     assert after == before
 
 
-def send_some_then_kill(daemon: subprocess.Popen[bytes]) -> None:
+def kill(daemon: subprocess.Popen[bytes]) -> None:
     """Kills the daemon in the middle of things."""
     daemon.send_signal(signal.SIGKILL)
     daemon.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -304,21 +305,35 @@ class Wrong(Plugin):
         self.how = how
         self.end = threading.Event()  # of what hangs
 
+    async def allocate(self, request: api.AllocateRequest) -> Any:
+        """Leaves device b to the default, so that post_allocate has its turn."""
+        if request.container_requests[0].devices_ids[0] == "b":
+            raise UseDefaultMethodError
+        return await self._misbehave(request)
+
     async def _misbehave(self, _: object) -> Any:
         match self.how:
             case "raises":
                 raise LookupError("lost")
             case "cannot":
                 raise FileNotFoundError(2, "No such file or directory", "/dev/bus")
+            case "exits":
+                sys.exit(3)
             case "hangs":
                 await trio.sleep_forever()
         return 42
 
-    allocate = get_preferred_allocation = pre_start_container = _misbehave
+    get_preferred_allocation = pre_start_container = post_allocate = _misbehave
 
 
 class WrongPlain(Wrong):
     """The same with plain methods."""
+
+    def allocate(self, request: api.AllocateRequest) -> Any:
+        """The same, plainly."""
+        if request.container_requests[0].devices_ids[0] == "b":
+            raise UseDefaultMethodError
+        return self._misbehave_plainly(request)
 
     def _misbehave_plainly(self, _: object) -> Any:
         match self.how:
@@ -326,17 +341,20 @@ class WrongPlain(Wrong):
                 raise LookupError("lost")
             case "cannot":
                 raise FileNotFoundError(2, "No such file or directory", "/dev/bus")
+            case "exits":
+                sys.exit(3)
             case "hangs":
                 assert self.end.wait(60)
         return 42
 
-    allocate = get_preferred_allocation = pre_start_container = _misbehave_plainly
+    get_preferred_allocation = pre_start_container = post_allocate = _misbehave_plainly
 
 
-HOOKS: dict[str, tuple[str, Callable[[Kubelet], Awaitable[Any]]]] = {
-    "allocate": ("Allocate", lambda kubelet: kubelet.allocate(RESOURCE, ["a"])),
-    "get_preferred_allocation": ("GetPreferredAllocation", lambda kubelet: kubelet.preferred(RESOURCE, ["a"], 1)),
-    "pre_start_container": ("PreStartContainer", lambda kubelet: kubelet.prestart(RESOURCE, ["a"])),
+HOOKS: dict[str, Callable[[Kubelet], Awaitable[Any]]] = {
+    "allocate": lambda kubelet: kubelet.allocate(RESOURCE, ["a"]),
+    "post_allocate": lambda kubelet: kubelet.allocate(RESOURCE, ["b"]),
+    "get_preferred_allocation": lambda kubelet: kubelet.preferred(RESOURCE, ["a"], 1),
+    "pre_start_container": lambda kubelet: kubelet.prestart(RESOURCE, ["a"]),
 }
 
 
@@ -353,10 +371,11 @@ async def test_caller_is_told_hook_and_error_when_a_hook_goes_wrong(
             ("raises", "INTERNAL", r"{hook} failed: LookupError\('lost'\)"),
             ("cannot", "INTERNAL", r"{hook} failed: FileNotFoundError\(2, "),
             ("returns", "INTERNAL", "{hook} returned int, not "),
-            ("hangs", "DEADLINE_EXCEEDED", "{method} did not end in time"),
+            ("exits", "INTERNAL", r"{hook} failed: SystemExit\(3\)"),
+            ("hangs", "DEADLINE_EXCEEDED", "{hook} did not end in time"),
         ):
-            for hook, (method, call) in HOOKS.items():
-                with pytest.raises(KubeletError, match=words.format(hook=hook, method=method)) as error:
+            for hook, call in HOOKS.items():
+                with pytest.raises(KubeletError, match=words.format(hook=hook)) as error:
                     await call(kubelet)
                 assert error.value.code == code
         plugin.end.set()
@@ -373,3 +392,15 @@ async def test_second_plugin_is_refused_when_another_serves_the_type(short_path:
             await Manager("test.org", Plugin(demo={"z": DeviceInfo()}), kubelet_dir=short_path).run()
         state = await kubelet.wait(RESOURCE, streams_open=1, devices={"a": "Healthy"})
         assert state["registers_total"] == 1
+
+
+async def test_kubelet_is_told_when_a_plugin_changes_what_it_gave(short_path: Path) -> None:
+    """A topology that the plugin goes on changing is news when it is told again: what was told before was a copy."""
+    hint = api.TopologyInfo(nodes=[api.NUMANode(ID=0)])
+    plugin = Plugin(demo={"a": new_device_info_with_topology_hints(HEALTHY, topology=hint)})
+    async with node(plugin, short_path) as kubelet:
+        messages = (await kubelet.state(RESOURCE))["messages"]
+        hint.nodes[0].ID = 1
+        plugin.show(demo={"a": new_device_info_with_topology_hints(HEALTHY, topology=hint)})
+        state = await kubelet.wait(RESOURCE, messages=messages + 1)
+    assert state["devices"]["a"]["nodes"] == [1]
