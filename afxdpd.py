@@ -29,6 +29,7 @@ import enum
 import errno
 import fcntl
 import functools
+import hashlib
 import inspect
 import json
 import logging
@@ -165,6 +166,8 @@ class RequestError(Exception):
     """
 
     def __init__(self, message: str, *, status: str = "INVALID_ARGUMENT") -> None:
+        if status not in StatusCode.__members__:
+            raise ValueError(f"no gRPC status {status!r}")
         self.status = status
         super().__init__(message)
 
@@ -1408,7 +1411,7 @@ def _status_of(exc: BaseException, method: str) -> Status:
         case RpcFailedError(status=status):
             return status
         case RequestError(status=name):
-            return Status(StatusCode[name], str(exc)[:1000])
+            return Status(StatusCode[name], str(exc)[:1000].encode(errors="backslashreplace").decode())
         case trio.TooSlowError():
             return Status(StatusCode.DEADLINE_EXCEEDED, f"{method} did not end in time")
         case OSError():
@@ -1548,7 +1551,7 @@ async def _call_once(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
-    """What kubelet and containers get to know of one device. What it is made of is kept as copies.
+    """What kubelet and containers get to know of one device. What it is made of is checked, and kept as copies.
 
     Attributes:
         state: HEALTHY or UNHEALTHY.
@@ -1569,10 +1572,23 @@ class DeviceInfo:
     def __post_init__(self) -> None:
         # What the Notifier compares later must not be what the plugin goes on changing.
         for name in ("nodes", "mounts", "cdi_devices"):
+            if isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is one string, not a sequence: {getattr(self, name)!r}")
             object.__setattr__(self, name, tuple(map(copy.deepcopy, getattr(self, name))))
         for name in ("envs", "annotations"):
             object.__setattr__(self, name, dict(getattr(self, name)))
         object.__setattr__(self, "topology", copy.deepcopy(self.topology))
+        if self.state not in (HEALTHY, UNHEALTHY):
+            raise ValueError(f"state is {self.state!r}, neither {HEALTHY!r} nor {UNHEALTHY!r}")
+        # kubelet's messages are the judges of everything else: TypeError and ValueError come here, not at Allocate.
+        api.Device(topology=self.topology)
+        api.ContainerAllocateResponse(
+            devices=self.nodes,
+            mounts=self.mounts,
+            envs=self.envs,
+            annotations=self.annotations,
+            cdi_devices=[api.CDIDevice(name=name) for name in self.cdi_devices],
+        )
 
 
 def new_device_info(
@@ -1584,9 +1600,10 @@ def new_device_info(
     cdi_devices: Sequence[str] = (),
 ) -> DeviceInfo:
     """Makes a DeviceInfo and finds the topology from the nodes' host paths; not to find it is a warning."""
+    nodes = tuple(nodes)
     try:
         topology = get_topology_info([Path(node.host_path) for node in nodes])
-    except OSError as exc:
+    except (OSError, ValueError, RuntimeError) as exc:  # RuntimeError: a loop of symbolic links
         log.warning("topology of a device: %s", exc)
         topology = None
     return new_device_info_with_topology_hints(state, nodes, mounts, envs, topology, annotations, cdi_devices)
@@ -1634,20 +1651,31 @@ class Notifier:
         self._told: DeviceTree | None = None
         self._changed = trio.Event()
         self._loop = threading.get_ident()
+        self._token = trio.lowlevel.current_trio_token()
+        self._closed = False
 
     def notify(self, tree: DeviceTree) -> None:
         """Tells the Manager all that is there now. Returns at once; the same tree again is nothing new.
 
-        May be called from the thread of a plain (not async) scan.
+        May be called from any thread, as a plain (not async) scan does.
 
         Raises:
             TypeError: What is in the tree is no DeviceInfo.
-            ValueError: A device type cannot be the name of a resource.
+            ValueError: A device type cannot be the name of a resource, or a device's id is no text.
+            RuntimeError: The Manager has ended.
         """
+        if self._closed:
+            raise RuntimeError("the Manager has ended")
         for device_type, devices in tree.items():
             if not re.fullmatch(RESOURCE_NAME, device_type):
                 raise ValueError(f"{device_type!r}: not a resource's name: {RESOURCE_NAME_RULE}")
             for device_id, info in devices.items():
+                if (
+                    not isinstance(device_id, str)
+                    or not device_id
+                    or device_id.encode(errors="ignore").decode() != device_id
+                ):
+                    raise ValueError(f"{device_type}: not the id of a device: {device_id!r}")
                 if not isinstance(info, DeviceInfo):
                     raise TypeError(f"{device_type}/{device_id}: not a DeviceInfo: {info!r}")
         if tree == self._tree:
@@ -1656,7 +1684,11 @@ class Notifier:
         if threading.get_ident() == self._loop:
             self._changed.set()
         else:
-            trio.from_thread.run_sync(self._changed.set)
+            self._token.run_sync_soon(lambda: self._changed.set())
+
+    def close(self) -> None:
+        """Lets whoever still notifies know that nobody listens any more."""
+        self._closed = True
 
     async def wait_changed(self) -> DeviceTree:
         """Waits for a tree other than the last one returned; where there were several, the newest is returned."""
@@ -1760,23 +1792,21 @@ def _topology_info(nodes: set[int]) -> api.TopologyInfo | None:
     return api.TopologyInfo(nodes=[api.NUMANode(ID=node) for node in sorted(nodes)]) if nodes else None
 
 
-def _numa_nodes(device: Path, sysfs: Path) -> set[int]:
+def _numa_nodes(device: Path, sysfs: Path, above: frozenset[Path] = frozenset()) -> set[int]:
     """Nodes of a device's directory in sysfs: its own, its closest ancestor's, or those of the devices below it."""
     directory = device.resolve()
     below = [path for path in _listdir(directory) if path.name.startswith("lower_")]
     lower = [*_listdir(directory / "slaves"), *below]
-    if lower:  # a virtual device; slaves of block devices, lower_… of network devices
-        return set().union(*(_numa_nodes(path, sysfs) for path in lower))
+    if lower and directory not in above:  # a virtual device; slaves of block devices, lower_… of network devices
+        return set().union(*(_numa_nodes(path, sysfs, above | {directory}) for path in lower))
     root = sysfs.resolve()
     for ancestor in (directory, *directory.parents):
         if ancestor == root:
             break
-        try:
-            node = int((ancestor / "numa_node").read_text())
-        except (OSError, ValueError):
-            continue
-        if node >= 0:  # -1 is the kernel's word for "unknown"
-            return {node}
+        with contextlib.suppress(OSError, ValueError):
+            # -1 is the kernel's word for "unknown"; what has more digits than it can have nodes is nonsense.
+            if re.fullmatch("[0-9]{1,4}", text := (ancestor / "numa_node").read_text(encoding="ascii").strip()):
+                return {int(text)}
     return set()
 
 
@@ -1808,6 +1838,10 @@ class Backoff:
         return min(delay * random.uniform(0.8, 1.2), self.limit)  # noqa: S311  jitter, no secret
 
 
+_ENDS = (trio.Cancelled, KeyboardInterrupt)
+"""Exceptions that are no failure of whatever they pass through."""
+
+
 class ResourceServer:
     """One resource ``<namespace>/<device type>``: its server, its registration, its list of devices.
 
@@ -1833,10 +1867,13 @@ class ResourceServer:
         self.resource = f"{namespace}/{device_type}"
         plugin_dir = kubelet_dir / "device-plugins"
         self.socket_path = plugin_dir / f"{namespace}-{device_type}.sock"
+        if len(os.fsencode(self.socket_path)) > SUN_PATH_MAX:
+            self.socket_path = plugin_dir / f"{hashlib.sha256(self.resource.encode()).hexdigest()[:16]}.sock"
         self.registered = False
         self._kubelet_socket = plugin_dir / "kubelet.sock"
         self._plugin = plugin
-        self._threads = trio.CapacityLimiter(8)  # of the plugin's plain methods: if they hang, nobody else waits
+        # For each of the plugin's plain methods: if they hang, nobody else waits.
+        self._threads: dict[str, trio.CapacityLimiter] = collections.defaultdict(lambda: trio.CapacityLimiter(8))
         self._devices: Mapping[str, DeviceInfo] = {}
         self._list_changed = trio.Event()
         self._streams: list[object] = []  # the open ones of ListAndWatch; the last one is served
@@ -1878,8 +1915,8 @@ class ResourceServer:
     async def GetDevicePluginOptions(self, _: api.Empty) -> api.DevicePluginOptions:  # noqa: N802  the API's name
         """Tells kubelet which optional methods to call: those that the plugin has."""
         return api.DevicePluginOptions(
-            pre_start_required=hasattr(self._plugin, "pre_start_container"),
-            get_preferred_allocation_available=hasattr(self._plugin, "get_preferred_allocation"),
+            pre_start_required=getattr(self._plugin, "pre_start_container", None) is not None,
+            get_preferred_allocation_available=getattr(self._plugin, "get_preferred_allocation", None) is not None,
         )
 
     async def ListAndWatch(self, _: api.Empty) -> AsyncGenerator[Message, None]:  # noqa: N802  the API's name
@@ -1929,11 +1966,16 @@ class ResourceServer:
             raise RequestError(f"{self.resource}: a device is named twice: {', '.join(sorted(flat))}")
         deadline = trio.current_time() + ALLOCATE_TIMEOUT
         try:
-            response = await self._call_plugin("allocate", request, api.AllocateResponse, deadline)
+            response = await self._call_plugin("allocate", copy.deepcopy(request), api.AllocateResponse, deadline)
         except UseDefaultMethodError:
             response = self._default_allocate(request)
         with contextlib.suppress(UseDefaultMethodError):
             await self._call_plugin("post_allocate", response, type(None), deadline)
+        answers = len(response.container_responses)
+        if answers != len(ids):
+            raise RequestError(
+                f"{self.resource}: allocate answered {answers} of {len(ids)} containers", status="INTERNAL"
+            )
         return response
 
     async def GetPreferredAllocation(  # noqa: N802  the API's name
@@ -1964,14 +2006,19 @@ class ResourceServer:
             UseDefaultMethodError: The plugin says so, or has no such method.
             RequestError: It failed.
         """
-        if not hasattr(self._plugin, hook):
+        method = getattr(self._plugin, hook, None)
+        if method is None:
             raise UseDefaultMethodError
         try:
             with trio.fail_at(deadline):
-                result = await _call_plain_or_async(getattr(self._plugin, hook), argument, limiter=self._threads)
-        except (RequestError, UseDefaultMethodError):
-            raise
-        except (Exception, SystemExit) as exc:
+                result = await _call_plain_or_async(method, argument, limiter=self._threads[hook])
+        except BaseException as raised:  # a plugin's sys.exit() is its failure, and not our end
+            exc = _only_error(raised)
+            group = exc if isinstance(exc, BaseExceptionGroup) else BaseExceptionGroup("", [exc])
+            if group.subgroup(_ENDS) is not None:
+                raise
+            if isinstance(exc, RequestError | UseDefaultMethodError):
+                raise exc from None
             if self._plugin is self and isinstance(exc, OSError):
                 raise  # the kernel's answer; a subclass has its own words for it
             if isinstance(exc, trio.TooSlowError) and trio.current_time() >= deadline:
@@ -2079,9 +2126,11 @@ class ResourceServer:
 
         with own, _single_errors():
             async with trio.open_nursery() as nursery:
-                await nursery.start(server.serve_unix, trio.SocketListener(trio.socket.from_stdlib_socket(listener)))
-                self._served = True
                 try:
+                    await nursery.start(
+                        server.serve_unix, trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+                    )
+                    self._served = True
                     await _first_of(watch_files, watch_kubelet)
                 finally:
                     self.registered = False
@@ -2170,9 +2219,14 @@ async def _call_plain_or_async(
     function: Callable[..., Any], argument: object, *, limiter: trio.CapacityLimiter | None = None
 ) -> Any:
     """Calls a plugin's method: an async one here, a plain one in a thread, which is left to itself when cancelled."""
-    if inspect.iscoroutinefunction(function):
-        return await function(argument)
-    result = await trio.to_thread.run_sync(function, argument, abandon_on_cancel=True, limiter=limiter)
+    for candidate in (function, inspect.unwrap(function), getattr(function, "__call__", None)):  # noqa: B004
+        if inspect.iscoroutinefunction(candidate):
+            return await function(argument)
+
+    def call() -> tuple[Any]:
+        return (function(argument),)  # in a tuple, as trio would refuse an awaitable
+
+    (result,) = await trio.to_thread.run_sync(call, abandon_on_cancel=True, limiter=limiter)
     return await result if inspect.isawaitable(result) else result  # a plain function around an async one
 
 
@@ -2219,6 +2273,8 @@ class Manager:
         kubelet_dir: Path = KUBELET_DIR,
         make_server: Callable[[str], ResourceServer] | None = None,
     ) -> None:
+        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", namespace):
+            raise ValueError(f"{namespace!r}: not a domain: small letters, digits, '.' and '-'")
         self._plugin = plugin
         self._make_server = make_server or functools.partial(
             ResourceServer, namespace, plugin=plugin, kubelet_dir=kubelet_dir
@@ -2237,6 +2293,8 @@ class Manager:
             EndpointBusyError: Another process serves one of the types.
             Exception: What scan raised.
         """
+        if self._running:
+            raise RuntimeError("this Manager runs already")
         notifier = Notifier()
 
         async def scan() -> None:
@@ -2247,7 +2305,11 @@ class Manager:
                 while True:
                     await self._apply(await notifier.wait_changed(), nursery)
 
-        await _first_of(scan, manage)
+        try:
+            await _first_of(scan, manage)
+        finally:
+            notifier.close()
+            self._running.clear()
 
     async def _apply(self, tree: DeviceTree, nursery: trio.Nursery) -> None:
         for device_type in self._running.keys() - tree.keys():

@@ -40,10 +40,10 @@ class DeviceNodes:
         """All that is there now. A resource of which there is no device is announced all the same."""
         tree = DeviceTree({name: {} for name in self.patterns})
         for name, (pattern, count) in self.patterns.items():
-            for path in glob.glob(pattern):
+            for path in filter(str.isprintable, glob.glob(pattern)):
                 info = new_device_info(HEALTHY, [DeviceSpec(host_path=path, container_path=path, permissions="rw")])
                 for number in range(count):
-                    tree.add_device(name, f"{Path(path).name}-{number}", info)
+                    tree.add_device(name, f"{path.strip('/').replace('/', '-')}-{number}", info)
         return tree
 
 

@@ -118,7 +118,7 @@ def serve(path: Path, scratch: Path, service: str, methods: Mapping[str, tuple[t
     server.start()
     path.unlink(missing_ok=True)
     os.link(bound, path)
-    bound.unlink()
+    bound.unlink(missing_ok=True)
     return server
 
 
@@ -127,7 +127,8 @@ def clean(directory: Path) -> None:
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.name != CHECKPOINT and not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
+                with contextlib.suppress(FileNotFoundError):  # a plugin removes its own socket meanwhile
+                    os.unlink(entry.path)
 
 
 # --- One registration of a plugin, and what is known of a resource ----------------------------------------------------

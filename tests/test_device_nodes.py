@@ -35,14 +35,15 @@ async def test_nodes_are_announced_and_allocated_when_they_are_plugged_in(short_
     slots.mkdir()
     async with running_kubelet(short_path / "kubelet") as kubelet:
         with plugin(short_path / "kubelet", "null=/dev/null:2", f"slot={slots}/tty*"):
-            await kubelet.wait("test.org/null", devices={"null-0": "Healthy", "null-1": "Healthy"})
+            await kubelet.wait("test.org/null", devices={"dev-null-0": "Healthy", "dev-null-1": "Healthy"})
             await kubelet.wait("test.org/slot", messages=1, devices={})
             (slots / "ttyA").symlink_to("/dev/zero")
-            await kubelet.wait("test.org/slot", devices={"ttyA-0": "Healthy"})
-            (answer,) = await kubelet.allocate("test.org/slot", ["ttyA-0"])
             path = str(slots / "ttyA")
+            device = path[1:].replace("/", "-") + "-0"
+            await kubelet.wait("test.org/slot", devices={device: "Healthy"})
+            (answer,) = await kubelet.allocate("test.org/slot", [device])
             assert answer["devices"] == [{"container_path": path, "host_path": path, "permissions": "rw"}]
-            (answer,) = await kubelet.allocate("test.org/null", ["null-0", "null-1"])
+            (answer,) = await kubelet.allocate("test.org/null", ["dev-null-0", "dev-null-1"])
             assert len(answer["devices"]) == 1, "one node, however often it is shared"
             (slots / "ttyA").unlink()
             await kubelet.wait("test.org/slot", devices={})

@@ -404,3 +404,114 @@ async def test_kubelet_is_told_when_a_plugin_changes_what_it_gave(short_path: Pa
         plugin.show(demo={"a": new_device_info_with_topology_hints(HEALTHY, topology=hint)})
         state = await kubelet.wait(RESOURCE, messages=messages + 1)
     assert state["devices"]["a"]["nodes"] == [1]
+
+
+# -- What a plugin may hand over ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"state": "healthy"},
+        {"state": 1},
+        {"nodes": [api.Mount()]},
+        {"mounts": ["/dev"]},
+        {"envs": {"A": 1}},
+        {"envs": {"A": "\udcff"}},
+        {"annotations": {1: "a"}},
+        {"cdi_devices": "vendor.com/x=1"},
+        {"cdi_devices": [1]},
+        {"topology": "node0"},
+    ],
+)
+def test_device_info_is_refused_when_kubelet_could_not_be_told(wrong: dict[str, Any]) -> None:
+    """What no message of kubelet's API can hold fails where it is made, not when a pod is admitted."""
+    with pytest.raises((TypeError, ValueError)):
+        DeviceInfo(**wrong)
+
+
+@pytest.mark.parametrize("device_id", ["", 1, b"a", "\udcff"])
+async def test_tree_is_refused_when_an_id_is_no_text(device_id: Any) -> None:
+    """An id that kubelet cannot be told is an error of the scan."""
+    with pytest.raises(ValueError, match="not the id of a device"):
+        Notifier().notify(DeviceTree(demo={device_id: DeviceInfo()}))
+
+
+@pytest.mark.parametrize("namespace", ["", "a/b", "../x", "a b", "UPPER", "x\0", "a" * 254])
+def test_manager_is_refused_when_its_namespace_is_no_domain(namespace: str) -> None:
+    """A namespace that kubelet would not take, or that would leave its directory, is refused at once."""
+    with pytest.raises(ValueError, match="not a domain"):
+        Manager(namespace, Plugin())
+
+
+async def test_manager_serves_again_when_it_is_run_again(short_path: Path) -> None:
+    """A Manager can be run a second time after the first, and not beside it."""
+    manager = Manager("test.org", Plugin(demo={"a": DeviceInfo()}), kubelet_dir=short_path)
+    async with running_kubelet(short_path) as kubelet:
+        for number in (1, 2):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(manager.run)
+                await kubelet.wait(RESOURCE, registers=number, streams_open=1, devices={"a": "Healthy"})
+                with pytest.raises(RuntimeError, match="runs already"):
+                    await manager.run()
+                nursery.cancel_scope.cancel()
+            assert not manager.servers
+
+
+async def test_notifier_tells_a_tree_when_it_comes_from_any_thread(short_path: Path) -> None:
+    """A thread that trio did not make may notify, until the Manager has ended: then it is told so."""
+    plugin = Plugin(demo={"a": DeviceInfo()})
+    async with node(plugin, short_path) as kubelet:
+        thread = threading.Thread(target=plugin.show, kwargs={"demo": {"b": DeviceInfo()}})
+        thread.start()
+        await kubelet.wait(RESOURCE, devices={"b": "Healthy"})
+        thread.join()
+    with pytest.raises(RuntimeError, match="has ended"):
+        plugin.show(demo={"c": DeviceInfo()})
+
+
+async def test_type_is_served_when_its_name_makes_a_path_too_long(short_path: Path) -> None:
+    """A resource's name of any length that kubelet takes gets a socket."""
+    name = "x" * 63
+    directory = short_path / ("d" * 30)
+    async with running_kubelet(directory) as kubelet, managed(Plugin(**{name: {"a": DeviceInfo()}}), directory):
+        await kubelet.wait(f"test.org/{name}", devices={"a": "Healthy"})
+
+
+class Odd(Plugin):
+    """Hooks that are async in unusual ways, or fail in a nursery of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(demo={"a": DeviceInfo(envs={"D": "1"})})
+        self.post_allocate = lambda response: self.stamp(response)
+        self.get_preferred_allocation = None
+
+    async def allocate(self, request: api.AllocateRequest) -> api.AllocateResponse:
+        """Spoils its copy of the request, then leaves the answer to the default, from inside a nursery."""
+        request.container_requests[0].devices_ids[:] = ["nonsense"]
+        async with trio.open_nursery():
+            raise UseDefaultMethodError
+
+    async def stamp(self, response: api.AllocateResponse) -> None:
+        """Is reached through a plain function."""
+        response.container_responses[0].annotations["stamped"] = "yes"
+
+
+async def test_hooks_work_when_they_are_async_in_unusual_ways(short_path: Path) -> None:
+    """Plain functions around async ones, groups around our own errors, and None for a hook are what they mean."""
+    async with node(Odd(), short_path) as kubelet:
+        assert not (await kubelet.options(RESOURCE))["get_preferred_allocation_available"]
+        (answer,) = await kubelet.allocate(RESOURCE, ["a"])
+    assert (answer["envs"], answer["annotations"]) == ({"D": "1"}, {"stamped": "yes"})
+
+
+async def test_allocate_fails_when_the_plugin_answers_too_little(short_path: Path) -> None:
+    """A container without an answer would start without its devices: kubelet is told an error instead."""
+
+    class Short(Plugin):
+        def allocate(self, _: api.AllocateRequest) -> api.AllocateResponse:
+            return api.AllocateResponse()
+
+    async with node(Short(demo={"a": DeviceInfo()}), short_path) as kubelet:
+        with pytest.raises(KubeletError, match="allocate answered 0 of 1 containers"):
+            await kubelet.allocate(RESOURCE, ["a"])

@@ -181,3 +181,24 @@ def test_choice_is_exact_and_on_the_fewest_nodes(places: dict[str, int], size: i
         if len({name for name in names if places[name] in held.union(others)}) >= len(chosen)
     )
     assert len({places[name] for name in chosen}) == best
+
+
+@pytest.mark.parametrize("nonsense", ["9" * 30, "2147483648", "1_0", "\uff11"])
+def test_node_is_unknown_when_its_number_is_impossible(sysfs: Sysfs, nonsense: str) -> None:
+    """A number that no node has is nonsense like any other."""
+    sysfs.link("dev/char/1:3", sysfs.device("virtual/misc/thing", nonsense))
+    assert get_topology_info([NULL], sysfs=sysfs.root) is None
+
+
+def test_nodes_are_found_when_virtual_devices_go_in_circles(sysfs: Sysfs) -> None:
+    """A device that is said to lie below itself is looked at once."""
+    bond = sysfs.device("virtual/net/bond0", "1")
+    sysfs.link("class/net/bond0", bond)
+    sysfs.link("devices/virtual/net/bond0/lower_bond0", bond)
+    assert nodes(get_netdev_topology_info("bond0", sysfs=sysfs.root)) == [1]
+
+
+def test_device_info_keeps_its_nodes_when_they_come_from_a_generator() -> None:
+    """The nodes are read once, for the topology and for the container."""
+    info = new_device_info(HEALTHY, (api.DeviceSpec(host_path=path) for path in ["/dev/null"]))  # type: ignore[arg-type]
+    assert [node.host_path for node in info.nodes] == ["/dev/null"]
