@@ -208,8 +208,9 @@ int uds_obj_get(const char *path)
 
 /* -- Messages ------------------------------------------------------------------------------------------------- */
 
-/* Where the descriptor is no socket, the option fails and nothing is lost. socket(7). */
-void uds_discard(int fd)
+/* Closes a descriptor that a peer sent. With SO_LINGER set on it, close() would wait for as long as the peer likes;
+ * where it is no socket, the option fails and nothing is lost. socket(7). */
+static void discard(int fd)
 {
     const struct linger off = {0};
 
@@ -265,7 +266,7 @@ int uds_recv(int sock, char *buffer, unsigned int size, int *fds, unsigned int m
                 if (*n_fds < max_fds)
                     fds[*n_fds] = fd;
                 else
-                    uds_discard(fd);
+                    discard(fd);
                 ++*n_fds;
             }
         }

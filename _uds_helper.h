@@ -62,10 +62,6 @@ int uds_obj_get(const char *path);
 int uds_recv(int sock, char *buffer, unsigned int size, int *fds, unsigned int max_fds, unsigned int *n_fds,
              int *pid, unsigned int *uid, int *flags);
 
-/* Closes a descriptor that a peer sent. It may be a socket with SO_LINGER, on which close() would wait for as long as
- * the peer likes: the option is switched off first. */
-void uds_discard(int fd);
-
 /* Sends one packet, with a file descriptor where fd >= 0. 0, -EAGAIN where the peer does not read, -EPIPE where it has
  * closed, or -errno; never a signal. */
 int uds_send(int sock, const char *buffer, unsigned int size, int fd);

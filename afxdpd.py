@@ -243,14 +243,9 @@ class Fd:
         """Another descriptor of the same file, the caller's to close."""
         return Fd(os.dup(self._fd))
 
-    def release(self) -> int:
-        """Gives up the descriptor: the number is the caller's to close, and -1 here."""
-        fd, self._fd = self._fd, -1
-        return fd
-
     def close(self) -> None:
         """Closes the descriptor; closing twice is harmless."""
-        fd = self.release()
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
