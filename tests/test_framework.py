@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -1193,17 +1194,19 @@ async def test_server_registers_again_when_kubelet_does_not_open_the_stream(
             assert trio.current_time() == pytest.approx(5 * number, abs=1)
 
 
+async def watch_shortly(server: ResourceServer) -> None:
+    """Opens a stream, as kubelet does, reads the list and loses it."""
+    async with aclosing(server.ListAndWatch(api.Empty())) as lists:
+        await anext(lists)
+
+
 async def test_server_registers_again_when_the_stream_comes_and_goes_inside_register(
     autojump_clock: MockClock, short_path: Path, kubelet: FakeKubelet
 ) -> None:
     """A stream that kubelet opens and loses before it answers Register is not waited for any more."""
     server = ResourceServer("test.org", "demo", kubelet_dir=short_path)
 
-    async def watch_shortly() -> None:
-        async with aclosing(server.ListAndWatch(api.Empty())) as lists:
-            await anext(lists)
-
-    kubelet.registering = watch_shortly
+    kubelet.registering = partial(watch_shortly, server)
     async with running(server.run):
         for _ in range(50):
             await kubelet.registered.receive()
@@ -1216,11 +1219,7 @@ async def test_server_registers_at_once_when_the_last_registration_had_lasted(
     """A kubelet that was content for a while is not made to wait, whatever was before."""
     server = ResourceServer("test.org", "demo", kubelet_dir=short_path)
 
-    async def watch_shortly() -> None:
-        async with aclosing(server.ListAndWatch(api.Empty())) as lists:
-            await anext(lists)
-
-    kubelet.registering = watch_shortly
+    kubelet.registering = partial(watch_shortly, server)
     async with running(server.run):
         for _ in range(50):
             await kubelet.registered.receive()

@@ -297,21 +297,18 @@ async def test_kubelet_gets_one_message_when_a_thousand_trees_came_while_it_was_
 # -- Plugins that go wrong ---------------------------------------------------------------------------------------------
 
 
-class Wrong(Plugin):
-    """A plugin whose every hook does what its only argument says."""
+class WrongBase(Plugin):
+    """A plugin whose every hook does what `how` says."""
 
     def __init__(self, how: str) -> None:
         super().__init__(demo={"a": DeviceInfo(), "b": DeviceInfo()})
         self.how = how
         self.end = threading.Event()  # of what hangs
 
-    async def allocate(self, request: api.AllocateRequest) -> Any:
-        """Leaves device b to the default, so that post_allocate has its turn."""
-        if request.container_requests[0].devices_ids[0] == "b":
+    def fail(self, request: object) -> int:
+        """Goes wrong at once; Allocate of device b is left to the default, so that post_allocate has its turn."""
+        if isinstance(request, api.AllocateRequest) and request.container_requests[0].devices_ids[0] == "b":
             raise UseDefaultMethodError
-        return await self._misbehave(request)
-
-    async def _misbehave(self, _: object) -> Any:
         match self.how:
             case "raises":
                 raise LookupError("lost")
@@ -319,35 +316,31 @@ class Wrong(Plugin):
                 raise FileNotFoundError(2, "No such file or directory", "/dev/bus")
             case "exits":
                 sys.exit(3)
-            case "hangs":
-                await trio.sleep_forever()
         return 42
 
-    get_preferred_allocation = pre_start_container = post_allocate = _misbehave
+
+class Wrong(WrongBase):
+    """With async methods."""
+
+    async def _misbehave(self, request: object) -> int:
+        result = self.fail(request)
+        if self.how == "hangs":
+            await trio.sleep_forever()
+        return result
+
+    allocate = get_preferred_allocation = pre_start_container = post_allocate = _misbehave
 
 
-class WrongPlain(Wrong):
-    """The same with plain methods."""
+class WrongPlain(WrongBase):
+    """With plain methods."""
 
-    def allocate(self, request: api.AllocateRequest) -> Any:
-        """The same, plainly."""
-        if request.container_requests[0].devices_ids[0] == "b":
-            raise UseDefaultMethodError
-        return self._misbehave_plainly(request)
+    def _misbehave_plainly(self, request: object) -> int:
+        result = self.fail(request)
+        if self.how == "hangs":
+            assert self.end.wait(60)
+        return result
 
-    def _misbehave_plainly(self, _: object) -> Any:
-        match self.how:
-            case "raises":
-                raise LookupError("lost")
-            case "cannot":
-                raise FileNotFoundError(2, "No such file or directory", "/dev/bus")
-            case "exits":
-                sys.exit(3)
-            case "hangs":
-                assert self.end.wait(60)
-        return 42
-
-    get_preferred_allocation = pre_start_container = post_allocate = _misbehave_plainly
+    allocate = get_preferred_allocation = pre_start_container = post_allocate = _misbehave_plainly
 
 
 HOOKS: dict[str, Callable[[Kubelet], Awaitable[Any]]] = {
@@ -360,7 +353,7 @@ HOOKS: dict[str, Callable[[Kubelet], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("kind", [Wrong, WrongPlain])
 async def test_caller_is_told_hook_and_error_when_a_hook_goes_wrong(
-    short_path: Path, kind: type[Wrong], monkeypatch: pytest.MonkeyPatch
+    short_path: Path, kind: type[WrongBase], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hook that raises, returns the wrong type or hangs costs its caller one call, with words that name it."""
     for timeout in ("ALLOCATE_TIMEOUT", "PRE_START_TIMEOUT", "HOOK_TIMEOUT"):
