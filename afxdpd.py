@@ -31,8 +31,11 @@ import fcntl
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import logging
+import logging.handlers
+import math
 import os
 import random
 import re
@@ -42,14 +45,25 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
 import sys
 import threading
 import urllib.parse
 import warnings
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import anyio
 import h2.events
@@ -66,25 +80,30 @@ from purerpc.grpclib.events import RequestEnded, RequestReceived, ResponseEnded,
 from purerpc.grpclib.exceptions import GRPCError, MessageTooLargeError, RpcFailedError
 from purerpc.grpclib.status import Status, StatusCode
 from purerpc.wrappers import extract_message_from_singleton_stream, send_single_message_client
-from pyroute2.netlink import NLM_F_DUMP, NLM_F_REQUEST, NLMSG_DONE, NLMSG_ERROR
+from pyroute2.netlink import NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, NLMSG_DONE, NLMSG_ERROR
 from pyroute2.netlink.rtnl import (
     RTM_DELADDR,
     RTM_DELLINK,
     RTM_DELROUTE,
+    RTM_GETADDR,
     RTM_GETLINK,
     RTM_GETROUTE,
+    RTM_NEWADDR,
     RTM_NEWLINK,
     RTM_NEWROUTE,
     RTMGRP_IPV4_IFADDR,
     RTMGRP_IPV4_ROUTE,
+    RTMGRP_IPV6_IFADDR,
     RTMGRP_IPV6_ROUTE,
     RTMGRP_LINK,
 )
+from pyroute2.netlink.rtnl.ifaddrmsg import ifaddrmsg
 from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 from pyroute2.netlink.rtnl.rtmsg import rtmsg
 
 from _uds import ffi, lib
 from afxdpd_proto import deviceplugin_pb2 as api
+from afxdpd_proto import dpcnisyncer_pb2 as syncer
 from afxdpd_proto import podresources_pb2 as podresources
 
 # ======================================================================================================================
@@ -98,6 +117,7 @@ NAMESPACE = "afxdp"
 
 KUBELET_DIR = Path("/var/lib/kubelet")
 UDS_DIR = Path("/var/run/afxdp_dp")
+LOG_DIR = Path("/var/log/afxdp-k8s-plugins")
 BPFFS = Path("/sys/fs/bpf")
 
 API_VERSION = "v1beta1"
@@ -110,6 +130,9 @@ RESOURCE_NAME_RULE = "1 to 63 letters, digits, '-', '_' and '.', the first and t
 
 POD_SOCKET_DIR = "/tmp/afxdp_dp"  # noqa: S108  a path in the pod, fixed by the clients
 SOCKET_NAME = "afxdp.sock"
+MAP_NAME = "xsks_map"
+DEVICE_NAME_MAX = 15
+"""Bytes in the name of a network device, see netdevice(7)."""
 SUN_PATH_MAX = 107
 """Bytes in the path of a Unix socket, see unix(7)."""
 
@@ -152,6 +175,14 @@ class ConfigError(Exception):
 
 class HostError(Exception):
     """This host, or what this process may do on it, does not suffice to run the daemon."""
+
+
+class KindNetworkError(Exception):
+    """The network for a cluster of kind cannot be made."""
+
+
+class LogFileError(Exception):
+    """The log file cannot be written."""
 
 
 class EndpointBusyError(Exception):
@@ -252,22 +283,34 @@ class Fd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetDevice:
-    """A network device as netlink shows it.
+    """A network device as netlink and sysfs show it.
 
     Attributes:
         queues: Receive queues the device was made with; queue indices are below it.
         master: ifindex of the bridge or bond that it is enslaved to, 0 for none.
+        mac: Its address, small letters; "" for none.
+        driver: Name of its driver; of a virtual device the kind, such as "veth".
+        bus: Where the hardware is: "pci", "virtio", "auxiliary" for a subfunction, and so on; "" of a virtual device.
+        pci: PCI address of the hardware, "" for none.
+        peer_elsewhere: Whether it is one end of a pair whose other end is in another network namespace.
         xdp_mode, xdp_prog_id: What is attached to it, by whomever; None and 0 for nothing.
         default_route: Whether a default route (IPv4 or IPv6, any table) leaves through it.
+        addressed: Whether it has an IP address; the link-local IPv6 address, which any device gets, does not count.
     """
 
     name: str
     ifindex: int
     queues: int = 1
     master: int = 0
+    mac: str = ""
+    driver: str = ""
+    bus: str = ""
+    pci: str = ""
+    peer_elsewhere: bool = False
     xdp_mode: str | None = None
     xdp_prog_id: int = 0
     default_route: bool = False
+    addressed: bool = False
 
 
 class NetworkHandler(Protocol):
@@ -280,11 +323,22 @@ class NetworkHandler(Protocol):
         """See Network.watch_devices."""
 
 
+SYSFS = Path("/sys")
+
+
 class Network:
-    """The devices of this network namespace, by netlink. See rtnetlink(7)."""
+    """The devices of this network namespace, by netlink. See rtnetlink(7).
+
+    Args:
+        sysfs: Where sysfs shows the same namespace.
+    """
 
     _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence number, port
     _BUFFER = 1 << 18
+
+    def __init__(self, sysfs: Path = SYSFS) -> None:
+        self._sysfs = sysfs
+        self._hardware: dict[int, tuple[str, str, str, str]] = {}  # ifindex → name, driver, bus, pci
 
     def device(self, ifindex: int) -> NetDevice:
         """One device, without its routes. Blocks.
@@ -299,7 +353,7 @@ class Network:
     def devices(self) -> dict[str, NetDevice]:
         """All devices by name. Blocks."""
         table = {device.ifindex: device for device in map(self._device, self._dump(RTM_GETLINK, ifinfmsg()))}
-        return self._named(table, self._default_routes())
+        return self._named(table, self._default_routes(), self._addresses())
 
     async def watch_devices(self) -> AsyncGenerator[dict[str, NetDevice], None]:
         """Yields all devices by name, at once and again after each change, until closed.
@@ -307,7 +361,7 @@ class Network:
         Changes that come together are one. Where the kernel could not keep up with them (ENOBUFS), everything is
         asked for again, so that what is yielded is always the present state.
         """
-        groups = RTMGRP_LINK | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE | RTMGRP_IPV4_IFADDR
+        groups = RTMGRP_LINK | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
         with trio.socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as events:
             await events.bind((0, groups))  # before the dump: what changes in between is seen twice, not never
             while True:
@@ -315,17 +369,17 @@ class Network:
                     links = await trio.to_thread.run_sync(self._dump, RTM_GETLINK, ifinfmsg())
                     table = {device.ifindex: device for device in map(self._device, links)}
                     routes = await trio.to_thread.run_sync(self._default_routes)
-                    changed = True
+                    addresses = await trio.to_thread.run_sync(self._addresses)
+                    told: dict[str, NetDevice] | None = None
                     while True:
-                        if changed:
-                            yield self._named(table, routes)
-                        before = dict(table)
-                        touched, default_route = self._apply(await events.recv(self._BUFFER), table)
-                        changed = table != before
+                        named = self._named(table, routes, addresses)
+                        if named != told:
+                            yield named
+                            told = named
+                        touched, default_route = self._apply(await events.recv(self._BUFFER), table, addresses)
                         # The kernel tells nothing of a route that goes with its device's state or address.
                         if default_route or touched & routes:
-                            known, routes = routes, await trio.to_thread.run_sync(self._default_routes)
-                            changed = changed or known != routes
+                            routes = await trio.to_thread.run_sync(self._default_routes)
                 except OSError as exc:
                     if exc.errno == errno.ENOBUFS:
                         log.warning("netlink: events were lost, asking for all devices again")
@@ -335,8 +389,8 @@ class Network:
                     else:
                         raise
 
-    def _apply(self, data: bytes, table: dict[int, NetDevice]) -> tuple[set[int], bool]:
-        """Brings the table up to date; returns the devices concerned, and whether a default route came or went."""
+    def _apply(self, data: bytes, table: dict[int, NetDevice], addresses: dict[int, set[str]]) -> tuple[set[int], bool]:
+        """Brings the tables up to date; returns the devices concerned, and whether a default route came or went."""
         touched: set[int] = set()
         default_route = False
         for kind, message in self._split(data):
@@ -346,19 +400,45 @@ class Network:
                 if kind == RTM_NEWLINK:
                     table[ifindex] = self._device(message)
                 else:
-                    table.pop(ifindex, None)
-            elif kind == RTM_DELADDR:
-                touched.add(struct.unpack_from("=I", message, 20)[0])
+                    for known in (table, addresses, self._hardware):
+                        known.pop(ifindex, None)
+            elif kind in (RTM_NEWADDR, RTM_DELADDR):
+                ifindex, address = self._address(message)
+                if kind == RTM_DELADDR:
+                    touched.add(ifindex)
+                    addresses.get(ifindex, set()).discard(address)
+                elif address:
+                    addresses.setdefault(ifindex, set()).add(address)
             elif kind in (RTM_NEWROUTE, RTM_DELROUTE):
                 default_route = default_route or message[17] == 0  # rtm_dst_len
         return touched, default_route
 
     @staticmethod
-    def _named(table: dict[int, NetDevice], routes: set[int]) -> dict[str, NetDevice]:
-        return {
-            device.name: dataclasses.replace(device, default_route=True) if device.ifindex in routes else device
-            for device in table.values()
-        }
+    def _named(table: dict[int, NetDevice], routes: set[int], addresses: dict[int, set[str]]) -> dict[str, NetDevice]:
+        named = {}
+        for ifindex, device in table.items():
+            default_route, addressed = ifindex in routes, bool(addresses.get(ifindex))
+            if default_route or addressed:
+                device = dataclasses.replace(device, default_route=default_route, addressed=addressed)
+            named[device.name] = device
+        return named
+
+    def _addresses(self) -> dict[int, set[str]]:
+        """The IP addresses of each device by ifindex. Blocks."""
+        addresses: dict[int, set[str]] = {}
+        for ifindex, address in map(self._address, self._dump(RTM_GETADDR, ifaddrmsg())):
+            if address:
+                addresses.setdefault(ifindex, set()).add(address)
+        return addresses
+
+    @staticmethod
+    def _address(message: bytes) -> tuple[int, str]:
+        """Returns (ifindex, address/prefix length); "" for a link-local IPv6 address."""
+        address = ifaddrmsg(message)
+        address.decode()
+        text = address.get_attr("IFA_LOCAL") or address.get_attr("IFA_ADDRESS") or ""
+        link_local = address["family"] == socket.AF_INET6 and text.startswith("fe80:")
+        return address["index"], "" if link_local else f"{text}/{address['prefixlen']}"
 
     def _default_routes(self) -> set[int]:
         """Ifindexes of the devices that default routes leave through, in all tables. Blocks."""
@@ -379,17 +459,24 @@ class Network:
         return self._request(kind, request, NLM_F_REQUEST | NLM_F_DUMP)
 
     def _request(self, kind: int, request: Any, flags: int) -> list[bytes]:
-        """Sends a request and returns the messages of the answer. Blocks."""
+        """Sends a request and returns the messages of the answer, all of the same moment. Blocks."""
+        while (messages := self._request_once(kind, request, flags)) is None:
+            pass  # something has changed while it was listed, and may be missing
+        return messages
+
+    def _request_once(self, kind: int, request: Any, flags: int) -> list[bytes] | None:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
             request["header"]["type"] = kind
             request["header"]["flags"] = flags
             request.encode()
             sock.send(request.data)
             messages: list[bytes] = []
+            interrupted = False
             while True:
                 for answer, message in self._split(sock.recv(self._BUFFER)):
+                    interrupted = interrupted or bool(self._HEADER.unpack_from(message)[2] & NLM_F_DUMP_INTR)
                     if answer == NLMSG_DONE:
-                        return messages
+                        return None if interrupted else messages
                     if answer == NLMSG_ERROR:
                         code = -struct.unpack_from("=i", message, self._HEADER.size)[0]
                         raise OSError(code, os.strerror(code), "netlink")
@@ -405,20 +492,47 @@ class Network:
             yield kind, data[offset : offset + length]
             offset += (max(length, self._HEADER.size) + 3) & ~3
 
-    @staticmethod
-    def _device(message: bytes) -> NetDevice:
+    def _device(self, message: bytes) -> NetDevice:
         link = ifinfmsg(message)
         link.decode()
         xdp = link.get_attr("IFLA_XDP")
         mode = XDP_MODES.get(xdp.get_attr("IFLA_XDP_ATTACHED")) if xdp else None
+        info = link.get_attr("IFLA_LINKINFO")
+        name, ifindex, kind = link.get_attr("IFLA_IFNAME"), link["index"], info and info.get_attr("IFLA_INFO_KIND")
+        _, driver, bus, pci = ("", kind, "", "") if kind else self._find_hardware(ifindex, name)
         return NetDevice(
-            name=link.get_attr("IFLA_IFNAME"),
-            ifindex=link["index"],
+            name=name,
+            ifindex=ifindex,
             queues=link.get_attr("IFLA_NUM_RX_QUEUES") or 1,
             master=link.get_attr("IFLA_MASTER") or 0,
+            mac=(link.get_attr("IFLA_ADDRESS") or "").lower(),
+            driver=driver,
+            bus=bus,
+            pci=pci,
+            peer_elsewhere=link.get_attr("IFLA_LINK_NETNSID") is not None,
             xdp_mode=mode,
             xdp_prog_id=(xdp.get_attr("IFLA_XDP_PROG_ID") or 0) if mode else 0,
         )
+
+    def _find_hardware(self, ifindex: int, name: str) -> tuple[str, str, str, str]:
+        """Returns (name, driver, bus, PCI address) of a device; looked up once."""
+        known = self._hardware.get(ifindex)
+        if known is None or known[0] != name:
+            device = self._sysfs / "class" / "net" / name / "device"
+            driver, bus = self._target(device / "driver"), self._target(device / "subsystem")
+            # virtio is a bus of its own between the device and PCI.
+            slot = device.resolve().parent if bus == "virtio" else device
+            pci = slot.resolve().name if self._target(slot / "subsystem") == "pci" else ""
+            known = self._hardware[ifindex] = name, driver, bus, pci
+        return known
+
+    @staticmethod
+    def _target(link: Path) -> str:
+        """Name of what a symbolic link leads to, "" where there is none."""
+        try:
+            return Path(os.readlink(link)).name
+        except OSError:
+            return ""
 
 
 class ForeignProgramError(OSError):
@@ -495,6 +609,9 @@ class XdpHandler(Protocol):
 
     def pinned_devices(self, pool: str) -> list[str]:
         """See Xdp.pinned_devices."""
+
+    def pinned_map(self, pool: str, device: str) -> Path:
+        """See Xdp.pinned_map."""
 
     def open_pinned(self, pool: str, device: str) -> Attachment:
         """See Xdp.open_pinned."""
@@ -580,7 +697,7 @@ class Xdp:
         directory = self._directory(pool, device)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         # The link comes last: where it is, everything is.
-        for fd, name in ((attachment.xskmap, "xsks_map"), (attachment.link, "link")):
+        for fd, name in ((attachment.xskmap, MAP_NAME), (attachment.link, "link")):
             path = directory / name
             _check(lib.uds_obj_pin(fd.fileno(), os.fsencode(path)), str(path))
         attachment.pinned = True
@@ -599,7 +716,7 @@ class Xdp:
     def is_pinned(self, attachment: Attachment, pool: str, device: str) -> bool:
         """Whether this attachment is pinned for the device, and both pins are there."""
         directory = self._directory(pool, device)
-        return attachment.pinned and (directory / "link").exists() and (directory / "xsks_map").exists()
+        return attachment.pinned and (directory / "link").exists() and (directory / MAP_NAME).exists()
 
     def pinned_pools(self) -> list[str]:
         """Names of the pools that have a directory of pins, sorted."""
@@ -609,11 +726,15 @@ class Xdp:
         """Names of the devices that have a directory of pins, sorted."""
         return self._names(self._directory(pool))
 
+    def pinned_map(self, pool: str, device: str) -> Path:
+        """Where the map of a device is, if it is pinned."""
+        return self._directory(pool, device) / MAP_NAME
+
     @staticmethod
     def _names(directory: Path) -> list[str]:
         try:
             return sorted(urllib.parse.unquote(entry.name) for entry in directory.iterdir() if entry.is_dir())
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             return []
 
     def open_pinned(self, pool: str, device: str) -> Attachment:
@@ -627,7 +748,7 @@ class Xdp:
         directory = self._directory(pool, device)
         fds: list[Fd] = []
         try:
-            for name in ("link", "xsks_map"):
+            for name in ("link", MAP_NAME):
                 path = directory / name
                 fds.append(Fd(_check(lib.uds_obj_get(os.fsencode(path)), str(path))))
             attachment = self._describe(fds[0], fds[1], None)
@@ -675,6 +796,11 @@ class Xdp:
         )
 
 
+def pinned(xdp: XdpHandler) -> dict[str, str]:
+    """What is pinned: device → pool."""
+    return {device: pool for pool in xdp.pinned_pools() for device in xdp.pinned_devices(pool)}
+
+
 class HostHandler(Protocol):
     """What the daemon needs of the host; `Host` is the real one, tests hand in another."""
 
@@ -687,9 +813,26 @@ class HostHandler(Protocol):
     def user_of(self, path: Path) -> int:
         """See Host.user_of."""
 
+    def hostname(self) -> str:
+        """See Host.hostname."""
+
+    def allows_unprivileged_bpf(self) -> bool:
+        """See Host.allows_unprivileged_bpf."""
+
 
 class Host:
     """The machine and what this process may do on it."""
+
+    def hostname(self) -> str:
+        """The node's name, without its domain, in small letters."""
+        return socket.gethostname().partition(".")[0].lower()
+
+    def allows_unprivileged_bpf(self) -> bool:
+        """Whether processes without capabilities may use bpf(2). See sysctl kernel.unprivileged_bpf_disabled."""
+        try:
+            return Path("/proc/sys/kernel/unprivileged_bpf_disabled").read_bytes().strip() == b"0"
+        except OSError:
+            return False
 
     def check(self, bpffs: Path) -> None:
         """Makes sure that this host can do what the daemon does.
@@ -836,6 +979,466 @@ class DirectoryWatch:
             self._inotify = None
 
 
+PROGRAM_TIMEOUT = 10.0
+"""Seconds for one run of ethtool or devlink."""
+
+
+def _run_program(
+    program: str, arguments: Sequence[str], timeout: float = PROGRAM_TIMEOUT
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program without a shell, and returns its exit code and what it printed. Blocks.
+
+    Raises:
+        OSError: ENOENT where there is none, ETIMEDOUT; `filename` is the command.
+    """
+    command = [program, *arguments]
+    log.debug("%s", " ".join(command))
+    try:
+        return subprocess.run(  # noqa: S603  the configuration says what is run
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env={"LC_ALL": "C", "PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")},
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as exc:
+        raise OSError(errno.ETIMEDOUT, f"not done after {timeout:g} s", " ".join(command)) from exc
+    except OSError as exc:
+        missing = f"there is no program {program}: install it in the daemon's image"
+        text = missing if exc.errno == errno.ENOENT else str(exc.strerror)
+        raise OSError(exc.errno, text, " ".join(command)) from exc
+
+
+class EthtoolHandler(Protocol):
+    """What the pools need of ethtool; `Ethtool` is the real one, tests hand in another."""
+
+    def arguments(self, command: str, device: str) -> list[str]:
+        """See Ethtool.arguments."""
+
+    def apply(self, arguments: Sequence[str], remember: Callable[[list[list[str]]], None]) -> None:
+        """See Ethtool.apply."""
+
+    def undo(self, commands: Sequence[Sequence[str]]) -> None:
+        """See Ethtool.undo."""
+
+
+ETHTOOL_SHOWS = {
+    **dict.fromkeys(("-K", "--features", "--offload"), "-k"),
+    **dict.fromkeys(("-L", "--set-channels"), "-l"),
+    **dict.fromkeys(("-G", "--set-ring"), "-g"),
+    **dict.fromkeys(("-C", "--coalesce"), "-c"),
+    **dict.fromkeys(("-A", "--pause"), "-a"),
+    "--set-priv-flags": "--show-priv-flags",
+}
+"""ethtool's options that set what another one shows, and that other one."""
+ETHTOOL_INDIRECTION = ("-X", "--set-rxfh-indir", "--rxfh")
+ETHTOOL_RULES = ("-N", "-U", "--config-nfc", "--config-ntuple")
+
+
+class Ethtool:
+    """Runs ethtool commands on devices, and undoes them. See ethtool(8).
+
+    What undoes a command is ethtool commands again, as lists of arguments, so that it can be kept in a file.
+
+    Settings that ethtool shows by name (features, channels, rings, coalescing, pause, private flags) are put back to
+    what they were. The whole state is made known before the command runs, since a command can change more than it
+    names; afterwards, only what it did change. `undo` sets what differs from the state it finds and nothing else: what
+    was known before a crash is too much, and drivers refuse even the present value of what they do not support.
+
+    An indirection table goes back to the driver's default, a flow rule is deleted. Nothing else is undone.
+    """
+
+    def __init__(self, timeout: float = PROGRAM_TIMEOUT) -> None:
+        self._timeout = timeout
+        self._warned: set[tuple[str, ...]] = set()
+
+    @staticmethod
+    def arguments(command: str, device: str) -> list[str]:
+        """The arguments that a command of the configuration stands for; it may begin with the program's name."""
+        words = command.split()
+        return [word.replace("-device-", device) for word in words[words[0] == "ethtool" :]]
+
+    @staticmethod
+    def is_command(command: str) -> bool:
+        """Whether it is an option of ethtool with a device, which is all that can be said without running it."""
+        words = Ethtool.arguments(command, "device") if command.split() else []
+        return len(words) > 1 and words[0].startswith("-")
+
+    @staticmethod
+    def is_undone(arguments: Sequence[str]) -> bool:
+        """Whether `undo` can undo all that the command does."""
+        option, _, *settings = arguments
+        if option in ETHTOOL_INDIRECTION:
+            return not {"context", "hkey", "hfunc"} & set(settings)
+        return option in ETHTOOL_SHOWS or (option in ETHTOOL_RULES and settings[:1] == ["flow-type"])
+
+    def apply(self, arguments: Sequence[str], remember: Callable[[list[list[str]]], None]) -> None:
+        """Runs a command. Blocks.
+
+        Args:
+            arguments: What `arguments` returned.
+            remember: Called with what undoes the command, before it runs where that is known by then; a later call
+                replaces an earlier one. What it was called with last holds also where this method raises.
+
+        Raises:
+            OSError: EIO with what ethtool says, ENOENT where there is no ethtool, ETIMEDOUT; `filename` is the command.
+        """
+        option, device, *settings = arguments
+        show = ETHTOOL_SHOWS.get(option)
+        before = self._state(show, device) if show else {}
+        rule = option in ETHTOOL_RULES and settings[:1] == ["flow-type"]
+        if show:
+            remember([[option, device, *itertools.chain(*before.items())]])
+        elif option in ETHTOOL_INDIRECTION and "context" not in settings:
+            remember([[option, device, "default"]])
+        elif rule and "loc" in settings[:-1]:
+            remember([[option, device, "delete", settings[settings.index("loc") + 1]]])
+        try:
+            answer = self._run(arguments)
+        except OSError as exc:
+            if not show and exc.errno != errno.ETIMEDOUT:
+                remember([])  # it did nothing: a rule in that place is somebody else's
+            raise
+        if show:
+            changed = self._differing(before, self._state(show, device))
+            remember([[option, device, *changed]] if changed else [])
+        elif rule and (added := re.search(r"Added rule with ID (\d+)", answer)):
+            remember([[option, device, "delete", added[1]]])
+        if not self.is_undone(arguments) and (option, *settings) not in self._warned:
+            self._warned.add((option, *settings))
+            log.warning("ethtool %s: not undone at release, or not all of it", " ".join(arguments))
+
+    def undo(self, commands: Sequence[Sequence[str]]) -> None:
+        """Runs what `apply` said to remember, the newest first; one that fails stops no other. Blocks.
+
+        Raises:
+            OSError: As from `apply`; where several failed, the text names them all.
+        """
+        errors = []
+        for command in reversed(commands):
+            try:
+                self._undo(command)
+            except OSError as exc:
+                errors.append(exc)
+        if errors:
+            others = (f"; {exc.filename}: {exc.strerror}" for exc in errors[1:])
+            raise OSError(errors[0].errno, f"{errors[0].strerror}{''.join(others)}", errors[0].filename)
+
+    def _undo(self, command: Sequence[str]) -> None:
+        option, device, *settings = command
+        show = ETHTOOL_SHOWS.get(option)
+        if not show:
+            self._run(command)
+            return
+        wanted = dict(zip(settings[::2], settings[1::2], strict=True))
+        if differing := self._differing(wanted, self._state(show, device)):
+            try:
+                self._run([option, device, *differing])
+            except OSError:
+                # -K fails also where it changes what is requested and nothing else; what counts is the state.
+                if self._differing(wanted, self._state(show, device)):
+                    raise
+
+    @staticmethod
+    def _differing(wanted: Mapping[str, str], present: Mapping[str, str]) -> list[str]:
+        """The settings that are not as wanted, as arguments: name, value, name, value."""
+        return [word for name, value in wanted.items() if present.get(name) != value for word in (name, value)]
+
+    def _state(self, show: str, device: str) -> dict[str, str]:
+        """What can be set, by the names that it is set by. Blocks.
+
+        This reads the text for people: ethtool 6.1 has JSON for two of the kinds. Of a feature it takes what is
+        requested, since whether it is on may depend on others.
+        """
+        # Coalescing has lines for two: "Adaptive RX: off  TX: off".
+        text = re.sub(r"(?m)^(.+) RX: (\S+) +TX: (\S+)$", r"\1 RX: \2\n\1 TX: \3", self._run([show, device]))
+        state: dict[str, str] = {}
+        group = ""
+        pattern = r"(?m)^(\t?)(\S.*?) *:[ \t]+(\S+)(?: \[(?:requested )?(\w+)\])?$"
+        for indent, name, value, note in re.findall(pattern, text):
+            if show not in ("-k", "--show-priv-flags"):
+                name = name.lower().replace(" ", "-").replace("autonegotiate", "autoneg")
+                name = name.replace("-frame-", "-frames-").replace("-buff-len", "-buf-len")
+            if indent:
+                state.pop(group, None)  # it sums up those below it, and sets them all
+            else:
+                group = name
+            state[name] = note or value  # the maximum comes first, what is set later, by the same name
+        fixed = ("fixed", "n/a")
+        return {name: value for name, value in state.items() if value not in fixed and "-negotiated" not in name}
+
+    def _run(self, arguments: Sequence[str]) -> str:
+        """Returns what ethtool prints. Blocks."""
+        done = _run_program("ethtool", arguments, self._timeout)
+        # ethtool before 6.3 answers 0 also where a rule is refused, and complains where it needs a second try.
+        refused = arguments[0] in ETHTOOL_RULES and done.stderr and "Added rule" not in done.stdout
+        if done.returncode != 0 or refused:
+            said = re.sub(r"\s*\n\s*", "; ", done.stderr.strip() or done.stdout.strip())
+            raise OSError(errno.EIO, said or f"exit status {done.returncode}", " ".join(done.args))
+        return done.stdout
+
+
+IFF_UP = 1
+"""Bit in the flags of a device that is up. See netdevice(7)."""
+
+
+@contextlib.contextmanager
+def _rtnetlink() -> Iterator[Callable[..., list[Any]]]:
+    """Yields ``call(device, method, **arguments)``: one request of pyroute2's IPRoute, and the answer. Blocks.
+
+    What the kernel refuses is an OSError that names the device. IPRoute runs an event loop: not for a thread with one.
+    """
+    from pyroute2 import IPRoute, NetlinkError
+
+    def call(device: str, method: str, *command: str, **arguments: object) -> list[Any]:
+        log.debug("netlink: %s: %s %s %s", device, method, " ".join(command), arguments)
+        while True:
+            try:
+                answer = list(getattr(ipr, method)(*command, **arguments))
+            except NetlinkError as exc:
+                raise OSError(exc.code, os.strerror(exc.code), device) from exc
+            if not any(message["header"]["flags"] & NLM_F_DUMP_INTR for message in answer):
+                return answer  # else something changed while it was listed, and may be missing; pyroute2 does not look
+
+    with IPRoute() as ipr:
+        yield call
+
+
+def _links(call: Callable[..., list[Any]]) -> dict[str, Any]:
+    """The devices of this namespace by name, as pyroute2 has them. Blocks."""
+    return {link.get_attr("IFLA_IFNAME"): link for link in call("all", "get_links")}
+
+
+def _kind(link: Any) -> str:
+    """The type of a device as `ip link add` takes it; "physical" for those that it cannot make."""
+    return link.get_nested("IFLA_LINKINFO", "IFLA_INFO_KIND") or "physical"
+
+
+def _delete(call: Callable[..., list[Any]], link: Any) -> None:
+    """Deletes a device; that it has gone meanwhile is fine. Blocks."""
+    try:
+        call(link.get_attr("IFLA_IFNAME"), "link", "del", index=link["index"])
+    except OSError as exc:
+        if exc.errno != errno.ENODEV:
+            raise
+
+
+class KindHandler(Protocol):
+    """What the daemon needs of the network for kind; `KindNetwork` is the real one, tests hand in another."""
+
+    def missing(self, names: Iterable[str]) -> bool:
+        """See KindNetwork.missing."""
+
+    def set_up(self) -> list[str]:
+        """See KindNetwork.set_up."""
+
+    def remove(self, keep: Collection[str]) -> None:
+        """See KindNetwork.remove."""
+
+
+class KindNetwork:
+    """What a node in a container has for NICs: veth pairs, one end for pods and one on a bridge.
+
+    It is told by its names; nothing of it is kept here. A pair whose pod end is not here is with a pod.
+    """
+
+    BRIDGE = "afxdp-kind-br"
+    ADDRESS, PREFIX = "192.168.1.1", 24
+    PAIRS: Mapping[str, str] = {"veth6": "veth7", "veth8": "veth9", "veth10": "veth11", "veth12": "veth13"}
+    """The end for pods, and the end on the bridge."""
+
+    @classmethod
+    def missing(cls, names: Iterable[str]) -> bool:
+        """Whether there is something to make again, told from the names of the devices that are here."""
+        return not {cls.BRIDGE, *cls.PAIRS.values()} <= set(names)
+
+    def set_up(self) -> list[str]:
+        """Makes what is missing, puts right what is there, and returns both for the log. Blocks.
+
+        Raises:
+            OSError: EEXIST where a name is taken by something else; nothing is changed then.
+        """
+        made = []
+        with _rtnetlink() as call:
+            links = _links(call)
+            self._check(links)
+            if self.BRIDGE not in links:
+                call(self.BRIDGE, "link", "add", ifname=self.BRIDGE, kind="bridge")
+                made.append(f"bridge {self.BRIDGE}")
+                links = _links(call)
+            bridge = links[self.BRIDGE]["index"]
+            addresses = call(self.BRIDGE, "get_addr", index=bridge)
+            if (self.ADDRESS, self.PREFIX) not in {(a.get_attr("IFA_LOCAL"), a["prefixlen"]) for a in addresses}:
+                call(self.BRIDGE, "addr", "add", index=bridge, address=self.ADDRESS, prefixlen=self.PREFIX)
+                made.append(f"address {self.ADDRESS}/{self.PREFIX}")
+            for pod, port in self.PAIRS.items():
+                if port not in links:
+                    call(port, "link", "add", ifname=port, kind="veth", master=bridge, peer=pod)
+                    made.append(f"pair {pod} and {port}")
+                elif links[port].get_attr("IFLA_MASTER") != bridge:
+                    call(port, "link", "set", index=links[port]["index"], master=bridge)
+                    made.append(f"{port} on the bridge")
+            for name, link in _links(call).items():
+                if name in (self.BRIDGE, *self.PAIRS, *self.PAIRS.values()) and not link["flags"] & IFF_UP:
+                    call(name, "link", "set", index=link["index"], state="up")
+        return made
+
+    def remove(self, keep: Collection[str]) -> None:
+        """Deletes the pairs whose pod end is here and not in `keep`, then the bridge if nothing is on it. Blocks."""
+        with _rtnetlink() as call:
+            links = _links(call)
+            for pod, port in self.PAIRS.items():
+                if pod in links and pod not in keep and self._is_pair(links, pod, port):
+                    _delete(call, links[pod])  # by this end: once a pod has it, there is no such ifindex here
+            links = _links(call)
+            bridge = links.get(self.BRIDGE)
+            masters = {link.get_attr("IFLA_MASTER") for link in links.values()}
+            if bridge and _kind(bridge) == "bridge" and bridge["index"] not in masters:
+                _delete(call, bridge)
+
+    @staticmethod
+    def _is_pair(links: Mapping[str, Any], pod: str, port: str) -> bool:
+        """Whether the bridge's end is here, and its peer is the pod end or, without one, in another namespace."""
+        if port not in links or _kind(links[port]) != "veth":
+            return False
+        if links[port].get_attr("IFLA_LINK_NETNSID") is not None:  # the peer's namespace, if it is not this one
+            return pod not in links
+        return pod in links and bool(links[pod]["index"] == links[port].get_attr("IFLA_LINK"))
+
+    @classmethod
+    def _check(cls, links: Mapping[str, Any]) -> None:
+        """Raises OSError with EEXIST where a name is taken by something else."""
+        advice = "delete or rename it (see ip-link(8)), or set kindCluster to false"
+        bridge = links.get(cls.BRIDGE)
+        if bridge and _kind(bridge) != "bridge":
+            raise OSError(errno.EEXIST, f"a {_kind(bridge)} device has the bridge's name: {advice}", cls.BRIDGE)
+        for pod, port in cls.PAIRS.items():
+            if (pod in links or port in links) and not cls._is_pair(links, pod, port):
+                name, peer = (pod, port) if pod in links else (port, pod)
+                what = f"this {_kind(links[name])} device is not the end of a veth pair with {peer}: {advice}"
+                raise OSError(errno.EEXIST, what, name)
+
+
+class DevlinkHandler(Protocol):
+    """What the pools need of devlink; `Devlink` is the real one, tests hand in another."""
+
+    def add(self, pci: str, number: int) -> None:
+        """See Devlink.add."""
+
+    def delete(self, pci: str, number: int) -> None:
+        """See Devlink.delete."""
+
+    def netdev(self, pci: str, number: int) -> str | None:
+        """See Devlink.netdev."""
+
+    def rename(self, old: str, new: str) -> None:
+        """See Devlink.rename."""
+
+
+def _read_line(path: Path) -> str:
+    """What a file of sysfs holds, "" if it is not there."""
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+class Devlink:
+    """Subfunctions (SF) of NICs, by iproute2's program; each is a devlink port of flavour pcisf. All methods block.
+
+    An SF is told by the PCI address of its NIC and its number; nothing is kept here.
+
+    See devlink-port(8). Linux 5.12; for ice 6.12, in switchdev mode.
+    """
+
+    def __init__(self, program: str = "devlink", sysfs: Path = SYSFS) -> None:
+        self._program = program
+        self._sysfs = sysfs
+
+    def add(self, pci: str, number: int) -> None:
+        """Makes an SF where there is none with this number, and activates it. Its network device may come later.
+
+        Raises:
+            OSError: What the program says, with the command as filename. An SF that was made is deleted again.
+        """
+        found = self._find(pci, number)
+        if found is None:
+            function = pci.rpartition(".")[2]
+            self._run("port", "add", f"pci/{pci}", "flavour", "pcisf", "pfnum", function, "sfnum", str(number))
+        port, _ = found or self._find(pci, number) or (None, {})
+        if port is None:
+            raise OSError(errno.ENODEV, f"devlink made SF {number}, but does not show it", f"pci/{pci}")
+        try:
+            self._run("port", "function", "set", port, "state", "active")
+        except OSError:
+            if found is None:
+                with contextlib.suppress(OSError):
+                    self._run("port", "del", port)
+            raise
+
+    def delete(self, pci: str, number: int) -> None:
+        """Deletes an SF, and with it its network device; nothing there is fine."""
+        found = self._find(pci, number)
+        if found is not None:
+            self._run("port", "del", found[0])
+
+    def netdev(self, pci: str, number: int) -> str | None:
+        """The name of an SF's network device, None while it is not in this network namespace.
+
+        It lies below the auxiliary device that has the number (mlx5), or beside the NIC's own device, with the address
+        that devlink shows (ice). The device that devlink shows is another one: the switch's port to the SF.
+        """
+        nic = self._sysfs / "bus/pci/devices" / pci
+        for sfnum in nic.glob("*/sfnum"):
+            if _read_line(sfnum) == str(number):
+                return next((device.name for device in sfnum.parent.glob("net/*")), None)
+        _, shown = self._find(pci, number) or ("", {})
+        address = shown.get("function", {}).get("hw_addr", "")
+        devices = nic.glob("net/*") if address.strip("0:") else ()  # zeros: the driver will choose one
+        return next((device.name for device in devices if _read_line(device / "address") == address), None)
+
+    def rename(self, old: str, new: str) -> None:
+        """Renames a network device. One that is up is down meanwhile, which Linux needs before 6.2.
+
+        Raises:
+            OSError: ENODEV without the old one, EEXIST where the new name is taken, ENAMETOOLONG.
+        """
+        if len(os.fsencode(new)) > DEVICE_NAME_MAX:
+            raise OSError(
+                errno.ENAMETOOLONG, f"longer than the {DEVICE_NAME_MAX} bytes of a network device's name", new
+            )
+        with _rtnetlink() as call:
+            link = call(old, "link", "get", ifname=old)[0]
+            if link["flags"] & IFF_UP:
+                call(old, "link", "set", index=link["index"], state="down")
+            try:
+                call(new, "link", "set", index=link["index"], ifname=new)
+            finally:
+                if link["flags"] & IFF_UP:
+                    call(new, "link", "set", index=link["index"], state="up")
+
+    def _find(self, pci: str, number: int) -> tuple[str, dict[str, Any]] | None:
+        """The devlink port of an SF, and what is shown of it."""
+        wanted = (int(pci.rpartition(".")[2]), number)
+        for port, shown in json.loads(self._run("-j", "port", "show"))["port"].items():
+            if port.startswith(f"pci/{pci}/") and (shown.get("pfnum"), shown.get("sfnum")) == wanted:
+                return port, shown
+        return None
+
+    def _run(self, *arguments: str) -> str:
+        """Runs the program and returns what it printed."""
+        done = _run_program(self._program, arguments)
+        if done.returncode:
+            text = "; ".join(line.strip() for line in done.stderr.splitlines()) or f"exit status {done.returncode}"
+            answer = text.rpartition(": ")[2]  # "devlink answers: Operation not supported"
+            code = next((code for code in errno.errorcode if os.strerror(code) == answer), errno.EIO)
+            raise OSError(code, text, " ".join(done.args))
+        return done.stdout
+
+
 # ======================================================================================================================
 # Configuration
 #
@@ -845,56 +1448,157 @@ class DirectoryWatch:
 
 T = TypeVar("T")
 
-PoolName = Annotated[
+
+def _rule(description: str, *, schema: dict[str, Any] | None = None, **limits: Any) -> msgspec.Meta:
+    """A rule for a value: its words, and what msgspec and JSON Schema make of it."""
+    return msgspec.Meta(description=description, extra_json_schema=schema, **limits)
+
+
+END = r"$(?!\n)"  # Python's $ lets a newline follow
+Flag = Annotated[bool, _rule("true or false")]
+PoolName = Annotated[str, _rule(RESOURCE_NAME_RULE, pattern=rf"^{RESOURCE_NAME}{END}")]
+DeviceName = Annotated[str, _rule("1 to 50 letters, digits, '-' and '_'", pattern=rf"^[A-Za-z0-9_-]{{1,50}}{END}")]
+PciAddress = Annotated[
     str,
-    msgspec.Meta(
-        pattern=rf"^{RESOURCE_NAME}$(?!\n)",  # Python's $ lets a newline follow
-        description=RESOURCE_NAME_RULE,
+    _rule(
+        "a PCI address such as '0000:81:00.1'",
+        pattern=rf"^[0-9A-Fa-f]{{4}}:[0-9A-Fa-f]{{2}}:[0-9A-Fa-f]{{2}}\.[0-7]{END}",
     ),
 ]
-DeviceName = Annotated[
-    str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,50}$(?!\n)", description="1 to 50 letters, digits, '-' and '_'")
+MacAddress = Annotated[str, _rule("a MAC address", pattern=rf"^[0-9A-Fa-f]{{2}}(:[0-9A-Fa-f]{{2}}){{5}}{END}")]
+Hostname = Annotated[str, _rule("1 to 63 letters, digits and '-'", pattern=rf"^[A-Za-z0-9-]{{1,63}}{END}")]
+EthtoolCommand = Annotated[
+    str,
+    _rule(
+        "an option of ethtool with -device-, of letters, digits, spaces and '-:./'", pattern=rf"^[A-Za-z0-9 :./-]+{END}"
+    ),
+    Ethtool.is_command,
 ]
+LogFile = Annotated[
+    str, _rule("letters, digits, '-' and '_' with .log or .txt at the end", pattern=rf"^[A-Za-z0-9_-]+\.(log|txt){END}")
+]
+PrimaryLimit = Annotated[int, _rule("0 (all) to 10", ge=0, le=10)]
+SecondaryLimit = Annotated[int, _rule("0 (unset) to 64", ge=0, le=64)]
 UdsTimeout = Annotated[
     int,
-    msgspec.Meta(ge=-1, le=300, description="-1 (never), 0 (30 seconds) or 30 to 300 seconds"),
+    _rule(
+        "-1 (never), 0 (30 seconds) or 30 to 300 seconds",
+        ge=-1,
+        le=300,
+        schema={"anyOf": [{"enum": [-1, 0]}, {"minimum": 30}]},
+    ),
     lambda value: value <= 0 or value >= 30,
 ]
 Uid = Annotated[
     int,
-    msgspec.Meta(ge=0, le=256000, description="0, or 1000 to 256000"),
+    _rule("0, or 1000 to 256000", ge=0, le=256000, schema={"anyOf": [{"const": 0}, {"minimum": 1000}]}),
     lambda value: value == 0 or value >= 1000,
 ]
-Mode = Annotated[Literal["primary"], msgspec.Meta(description="'primary' (this version has no other)")]
-LogLevel = Annotated[
-    Literal["error", "warning", "info", "debug"], msgspec.Meta(description="'error', 'warning', 'info' or 'debug'")
-]
+Mode = Annotated[Literal["primary", "cdq"], _rule("'primary' or 'cdq'")]
+LogLevel = Annotated[Literal["error", "warning", "info", "debug"], _rule("'error', 'warning', 'info' or 'debug'")]
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """An object of the file."""
+    """An object of the file.
+
+    Attributes:
+        schema: What JSON Schema can say of `problems`.
+    """
+
+    schema: ClassVar[dict[str, Any]] = {}
+
+    @staticmethod
+    def problems(_: Mapping[str, Any], /) -> Iterator[tuple[str, str]]:
+        """Yields (path below this object, what is wrong) about values that are right one by one.
+
+        Given are the values that the file has; None stands for one that is wrong, also within them.
+        """
+        yield from ()
 
 
 class DeviceConfig(_Struct, frozen=True, kw_only=True):
-    """One named device of a pool."""
-
-    name: DeviceName
-
-
-class PoolConfig(_Struct, frozen=True, kw_only=True):
-    """One pool: the resource ``afxdp/<name>``.
+    """One device, by exactly one of its identities.
 
     Attributes:
-        devices: The devices it takes, where they are on this host.
+        secondary: How many subfunctions of it a cdq pool takes; 0 for all that are left.
+    """
+
+    name: DeviceName = ""
+    pci: PciAddress = ""
+    mac: MacAddress = ""
+    secondary: SecondaryLimit = 0
+
+    schema: ClassVar[dict[str, Any]] = {"oneOf": [{"required": [key]} for key in ("name", "pci", "mac")]}
+
+    @staticmethod
+    def problems(values: Mapping[str, Any], /) -> Iterator[tuple[str, str]]:
+        """See _Struct.problems."""
+        if len(values.keys() & {"name", "pci", "mac"}) != 1:
+            yield "", "needs exactly one of name, pci and mac"
+
+    def __str__(self) -> str:
+        return self.name or self.pci or self.mac
+
+    def matches(self, device: NetDevice) -> bool:
+        """Whether a device is the one, or one of those with the same MAC address."""
+        if self.name:
+            return device.name == self.name
+        return device.pci == self.pci.lower() if self.pci else device.mac == self.mac.lower()
+
+
+class DriverConfig(_Struct, frozen=True, kw_only=True):
+    """All devices of a driver.
+
+    Attributes:
+        primary: How many devices at most on this node; 0 for all.
+        secondary: How many subfunctions of each a cdq pool takes; 0 for all that are left.
+        exclude_devices: Devices that are not taken.
+        exclude_addressed: Whether devices that have an IP address are not taken.
+    """
+
+    name: DeviceName
+    primary: PrimaryLimit = 0
+    secondary: SecondaryLimit = 0
+    exclude_devices: tuple[DeviceConfig, ...] = ()
+    exclude_addressed: Flag = False
+
+
+class NodeConfig(_Struct, frozen=True, kw_only=True):
+    """What a pool takes on one node, instead of what it takes elsewhere."""
+
+    hostname: Hostname
+    devices: tuple[DeviceConfig, ...] = ()
+    drivers: tuple[DriverConfig, ...] = ()
+
+
+class PoolOptions(_Struct, frozen=True, kw_only=True):
+    """What is said of a pool but for its devices: the resource ``afxdp/<name>``.
+
+    Attributes:
+        mode: "primary": it gives away whole devices; "cdq": subfunctions of them.
+        uds_server_disable: Whether pods get no socket, and no XDP program unless the map is shared as a file.
+        bpf_map_pinning_enable: Whether pods get the map as a file.
         uds_timeout: Seconds after which an idle connection of a pod is closed: -1 never, 0 the default of 30.
-        uid: The pod's user, who gets access to the socket besides root; 0 for nobody else.
+        uds_fuzz: Whether each socket server is fed random requests, for its development.
+        requires_unprivileged_bpf: Whether it takes nothing where the kernel refuses BPF to unprivileged processes.
+        uid: The pod's user, who gets access to socket and map besides root; 0 for nobody else.
+        ethtool_cmds: Arguments of ethtool for each device that is allocated.
     """
 
     name: PoolName
     mode: Mode
-    devices: tuple[DeviceConfig, ...] = ()
+    uds_server_disable: Flag = False
+    bpf_map_pinning_enable: Flag = False
     uds_timeout: UdsTimeout = 0
+    uds_fuzz: Flag = False
+    requires_unprivileged_bpf: Flag = False
     uid: Uid = 0
+    ethtool_cmds: tuple[EthtoolCommand, ...] = ()
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        """The ethtool filters of its devices, which are ethtool_cmds."""
+        return self.ethtool_cmds
 
     @property
     def environment_name(self) -> str:
@@ -906,20 +1610,92 @@ class PoolConfig(_Struct, frozen=True, kw_only=True):
         """Seconds, inf for never."""
         return {-1: float("inf"), 0: 30.0}.get(self.uds_timeout, float(self.uds_timeout))
 
+    @property
+    def has_socket(self) -> bool:
+        """Whether its pods get a socket."""
+        return not self.uds_server_disable
+
+    @property
+    def has_program(self) -> bool:
+        """Whether its devices get a program and a map."""
+        return self.has_socket or self.bpf_map_pinning_enable
+
+
+class PoolRules(PoolOptions, frozen=True, kw_only=True):
+    """A pool as the file has it.
+
+    Attributes:
+        devices: Devices that it takes.
+        drivers: Drivers whose devices it takes.
+        nodes: What it takes on these nodes instead.
+    """
+
+    devices: tuple[DeviceConfig, ...] = ()
+    drivers: tuple[DriverConfig, ...] = ()
+    nodes: tuple[NodeConfig, ...] = ()
+
+    schema: ClassVar[dict[str, Any]] = {
+        "anyOf": [{"required": [key], "properties": {key: {"minItems": 1}}} for key in ("devices", "drivers", "nodes")],
+        "if": {"properties": {"mode": {"const": "cdq"}}},
+        "then": {"properties": {"ethtoolCmds": {"maxItems": 0}}},
+    }
+
+    @staticmethod
+    def problems(values: Mapping[str, Any], /) -> Iterator[tuple[str, str]]:
+        """See _Struct.problems."""
+        if not any(values.get(key, ()) != () for key in ("devices", "drivers", "nodes")):
+            yield "", "takes nothing: needs devices, drivers or nodes"
+        if values.get("mode") == "cdq" and values.get("ethtool_cmds"):
+            yield "ethtoolCmds", "not in cdq mode"
+        hostnames = [
+            node.hostname.lower() if node and node.hostname else index
+            for index, node in enumerate(values.get("nodes") or ())
+        ]
+        for index, hostname in enumerate(hostnames):
+            if (first := hostnames.index(hostname)) != index:
+                yield f"nodes[{index}].hostname", f"the same as nodes[{first}].hostname: {hostname!r}"
+
+    def on_node(self, hostname: str) -> tuple[tuple[DeviceConfig, ...], tuple[DriverConfig, ...]]:
+        """Devices and drivers that it takes on a node."""
+        here: PoolRules | NodeConfig = next(
+            (node for node in self.nodes if node.hostname.lower() == hostname.lower()), self
+        )
+        return here.devices, here.drivers
+
 
 class PluginConfig(_Struct, frozen=True, kw_only=True):
-    """The whole file."""
+    """The whole file.
 
-    pools: tuple[PoolConfig, ...]
+    Attributes:
+        log_file: Name of a file in the directory for logs; "" for none.
+        kind_cluster: Whether the devices are veths that the daemon makes itself, for a cluster of kind.
+    """
+
+    pools: tuple[PoolRules, ...]
+    log_file: LogFile = ""
     log_level: LogLevel = "info"
+    kind_cluster: Flag = False
 
+    schema: ClassVar[dict[str, Any]] = {
+        "if": {"required": ["kindCluster"], "properties": {"kindCluster": {"const": True}}},
+        "then": {"properties": {"pools": {"maxItems": 1}}},
+    }
 
-_NOT_YET = {
-    "pools[]": "drivers nodes udsServerDisable bpfMapPinningEnable udsFuzz requiresUnprivilegedBpf ethtoolCmds",
-    "pools[].devices[]": "pci mac secondary",
-    "": "logFile kindCluster",
-}
-"""Keys of the format that this version does not carry out: an error, since leaving them out would do another thing."""
+    @staticmethod
+    def problems(values: Mapping[str, Any], /) -> Iterator[tuple[str, str]]:
+        """See _Struct.problems."""
+        pools = list(values.get("pools") or ())
+        for key, what in (("name", "the name"), ("environment_name", "the environment variable")):
+            first: dict[str, int] = {}
+            for index, pool in enumerate(pools):
+                if pool is None or pool.name is None:
+                    continue
+                value = getattr(pool, key)
+                other = first.setdefault(value, index)
+                if other != index and (key == "name" or pools[other].name != pool.name):
+                    yield f"pools[{index}].name", f"{pool.name!r} has {what} of pools[{other}].name: {value!r}"
+        if values.get("kind_cluster") and len(pools) > 1:
+            yield "kindCluster", f"with it there can be one pool, not {len(pools)}"
 
 
 def get_plugin_config(file: str | os.PathLike[str]) -> PluginConfig:
@@ -942,30 +1718,17 @@ def get_plugin_config(file: str | os.PathLike[str]) -> PluginConfig:
         raise ConfigError([f"{file}: not JSON: {exc}"]) from exc
     errors: list[str] = []
     config: PluginConfig | None = _parse(raw, PluginConfig, "", errors)
-    if config is not None:
-        errors += _conflicts(config)
     if config is None or errors:
         raise ConfigError(f"{file}: {error}" for error in errors)
     return config
 
 
-def get_pool_configs(file: str | os.PathLike[str]) -> list[PoolConfig]:
-    """Reads the configuration file and returns its pools; see get_plugin_config."""
-    return list(get_plugin_config(file).pools)
-
-
-def _conflicts(config: PluginConfig) -> Iterator[str]:
-    """What is wrong with pools that are right key by key."""
-    for index, pool in enumerate(config.pools):
-        if not pool.devices:
-            yield f"pools[{index}].devices: the pool takes nothing: name its devices"
-    for key, what in (("name", "the name"), ("environment_name", "the environment variable")):
-        first: dict[str, int] = {}
-        for index, pool in enumerate(config.pools):
-            value = getattr(pool, key)
-            other = first.setdefault(value, index)
-            if other != index and (key == "name" or config.pools[other].name != pool.name):
-                yield f"pools[{index}].name: {pool.name!r} has {what} of pools[{other}].name: {value!r}"
+def get_config_schema() -> dict[str, Any]:
+    """The JSON Schema of the file. It spells keys as they are documented; the daemon takes them in any case."""
+    schema = msgspec.json.schema(PluginConfig)
+    for kind in (PluginConfig, PoolRules, DeviceConfig):
+        schema["$defs"][kind.__name__] |= kind.schema
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "afxdpd's configuration", **schema}
 
 
 def _parse(raw: object, kind: Any, path: str, errors: list[str]) -> Any:
@@ -974,36 +1737,34 @@ def _parse(raw: object, kind: Any, path: str, errors: list[str]) -> Any:
         return _parse_object(raw, kind, path, errors)
     if get_origin(kind) is tuple:
         if not isinstance(raw, list):
-            errors.append(f"{path or 'the file'}: must be a list: {_shown(raw)}")
+            errors.append(f"{path}: not a list: {_shown(raw)}")
             return None
         return tuple(_parse(item, get_args(kind)[0], f"{path}[{index}]", errors) for index, item in enumerate(raw))
     meta, *rules = kind.__metadata__
-    with contextlib.suppress(msgspec.ValidationError):
+    with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):  # a lone surrogate is no UTF-8
         value = msgspec.convert(raw, kind)
         if all(rule(value) for rule in rules):
             return value
-    errors.append(f"{path}: must be {meta.description}: {_shown(raw)}")
+    errors.append(f"{path}: not {meta.description}: {_shown(raw)}")
     return None
 
 
 def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]) -> Any:
     if not isinstance(raw, dict):
-        errors.append(f"{path or 'the file'}: must be an object: {_shown(raw)}")
+        errors.append(f"{path or 'the file'}: not an object: {_shown(raw)}")
         return None
     prefix = f"{path}." if path else ""
     fields = {info.encode_name.lower(): info for info in msgspec.structs.fields(kind)}
     types = get_type_hints(kind, include_extras=True)
-    not_yet = {key.lower() for key in _NOT_YET.get(re.sub(r"\[\d+\]", "[]", path), "").split()}
     values: dict[str, object] = {}
-    before = len(errors)
     for key, value in raw.items():
         info = fields.get(key.lower())
         if info is not None:
+            if value is None or (value == "" and not info.required):
+                continue  # as if it were not there, which is what it means to the Go plugin
             if info.name in values:
                 log.warning("%s%s: is there more than once, the last one counts", prefix, info.encode_name)
             values[info.name] = _parse(value, types[info.name], prefix + info.encode_name, errors)
-        elif key.lower() in not_yet:
-            errors.append(f"{prefix}{key}: this version of afxdpd cannot do that yet")
         else:
             nearest = difflib.get_close_matches(key.lower(), fields, n=1)
             hint = f", did you mean {fields[nearest[0]].encode_name}?" if nearest else ""
@@ -1011,17 +1772,238 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
     for info in fields.values():
         if info.required and info.name not in values:
             errors.append(f"{prefix}{info.encode_name}: is missing")
-    if len(errors) > before:
-        return None
-    return kind(**values)
+    for below, problem in kind.problems(values):
+        errors.append(f"{prefix}{below}: {problem}" if below else f"{path}: {problem}")
+    missing = dict.fromkeys((info.name for info in fields.values() if info.required), None)
+    return kind(**{**missing, **values})  # where there are errors, only for the problems of what is above it
 
 
 def _shown(raw: object) -> str:
     try:
-        text = json.dumps(raw, ensure_ascii=True)
+        text = ascii(raw) if isinstance(raw, str) else json.dumps(raw, ensure_ascii=True)
     except RecursionError:  # json.loads goes a few levels deeper
         text = "something nested too deeply"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+RESERVED_NAMES = ("eno", "eth", "docker", "flannel", "cni")
+"""A driver rule takes no device whose name begins so: on many nodes it is the node's own."""
+SUBFUNCTION_DRIVERS = ("ice",)
+"""Drivers whose devices can be divided."""
+SUBFUNCTIONS_MAX = 64
+"""Subfunctions of one device, over all pools."""
+EVERYTHING = "everything"
+"""Stands for a device's name where a pool is passed over as a whole."""
+
+
+class Subfunction(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a device: made when it is allocated, its name known before."""
+
+    primary: str
+    pci: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The network device that it has or will have."""
+        return f"{self.primary}sf{self.number}"
+
+
+class PoolConfig(PoolOptions, frozen=True, kw_only=True):
+    """A pool on this host.
+
+    Attributes:
+        devices: What it takes, by name: devices of the host, or in cdq mode subfunctions of them.
+    """
+
+    devices: Mapping[str, NetDevice | Subfunction] = {}
+
+
+def get_pool_configs(file: str | os.PathLike[str], net: NetworkHandler, host: HostHandler) -> list[PoolConfig]:
+    """Reads the configuration file and finds the devices of its pools on this host. Blocks.
+
+    Raises:
+        ConfigError: See get_plugin_config.
+        OSError: The network cannot be looked at.
+    """
+    config = get_plugin_config(file)
+    return choose_devices(config, net.devices(), host)[0]
+
+
+def choose_devices(
+    config: PluginConfig,
+    devices: Mapping[str, NetDevice],
+    host: HostHandler,
+    allocated: Mapping[str, str] | None = None,
+    known: Mapping[str, NetDevice] | None = None,
+) -> tuple[list[PoolConfig], dict[str, dict[str, str]]]:
+    """Decides which pool takes which device.
+
+    Args:
+        config: The pools; the first one that claims a device has it.
+        devices: All devices of the host by name.
+        host: Whose name and abilities count.
+        allocated: Name → pool of the devices that pods have, wherever they are; they stay with their pool.
+        known: Those of them that are elsewhere, as they were here.
+
+    Returns:
+        The pools in order, and pool name → device → why it was passed over.
+    """
+    choice = _Choice(config, devices, allocated or {}, known or {})
+    hostname, unprivileged_bpf = host.hostname(), host.allows_unprivileged_bpf()
+    pools = []
+    passed = {}
+    for pool in config.pools:
+        if pool.requires_unprivileged_bpf and not unprivileged_bpf:
+            taken, why = choice.keep(pool), {EVERYTHING: "requiresUnprivilegedBpf, and this node does not allow it"}
+        else:
+            taken, why = choice.choose(pool, *pool.on_node(hostname))
+        options = {name: getattr(pool, name) for name in PoolOptions.__struct_fields__}
+        pools.append(PoolConfig(**options, devices=taken))
+        passed[pool.name] = why
+    return pools, passed
+
+
+class _Choice:
+    """What the pools have taken so far."""
+
+    def __init__(
+        self,
+        config: PluginConfig,
+        devices: Mapping[str, NetDevice],
+        allocated: Mapping[str, str],
+        known: Mapping[str, NetDevice],
+    ) -> None:
+        self._devices = devices
+        self._allocated = allocated
+        self._known = known
+        self._kind_cluster = config.kind_cluster
+        self._parts = {part.rpartition("sf")[0]: part for part in sorted(allocated, reverse=True)}
+        self._holder: dict[str, PoolRules] = {}
+        self._divided: dict[str, int] = {}  # device → how many subfunctions of it have been taken
+
+    def keep(self, pool: PoolRules) -> dict[str, NetDevice | Subfunction]:
+        """The devices here that are the pool's in any case: its pods have them."""
+        names = sorted(name for name, owner in self._allocated.items() if owner == pool.name and name in self._devices)
+        self._holder.update(dict.fromkeys(names, pool))
+        return {name: self._devices[name] for name in names}
+
+    def choose(
+        self, pool: PoolRules, devices: Iterable[DeviceConfig], drivers: Iterable[DriverConfig]
+    ) -> tuple[dict[str, NetDevice | Subfunction], dict[str, str]]:
+        """Takes what the rules of a pool say; returns that, and device → why it was passed over."""
+        taken = self.keep(pool)
+        passed: dict[str, str] = {}
+        named = set()
+        away = {
+            name: self._known.get(name)
+            for name, owner in self._allocated.items()
+            if owner == pool.name and name not in self._devices
+        }
+        candidates = [*self._devices.values(), *filter(None, away.values())]
+        for rule in devices:
+            # An address may be that of several: the hardware's, and that of devices made of it or on top of it later.
+            matching = sorted(filter(rule.matches, candidates), key=lambda device: (not device.bus, device.ifindex))
+            if not matching and rule.name not in away:
+                passed[str(rule)] = "it is not in the host's network namespace"
+            for device in matching[:1]:
+                named.add(device.name)
+                if device.name in self._devices and (why := self._take(pool, device, rule.secondary, taken)):
+                    passed[device.name] = why
+            named.add(rule.name)
+            for device in matching[1:]:
+                passed[device.name] = f"{rule} stands for {matching[0].name}, which has the same address"
+        for driver in drivers:
+            found = sorted((d for d in self._devices.values() if d.driver == driver.name), key=lambda d: d.name)
+            # A device that is with a pod since before this daemon started counts for each driver: it may be its.
+            count = sum(
+                name not in named and (device is None or device.driver == driver.name)
+                for name, device in away.items()
+                if pool.mode == "primary"
+            )
+            count += sum(d.name in taken and d.name not in named for d in found)
+            for device in found:
+                if device.name in named or self._holder.get(device.name) is pool:
+                    continue
+                why = self._passed_by(driver, device)
+                if not why and driver.primary and count >= driver.primary:
+                    why = f"primary: {driver.name} has {driver.primary} devices in the pool already"
+                why = why or self._take(pool, device, driver.secondary, taken)
+                if why:
+                    passed[device.name] = why
+                else:
+                    count += 1
+        return taken, {name: why for name, why in passed.items() if name not in taken}
+
+    def _passed_by(self, rule: DriverConfig, device: NetDevice) -> str:
+        """Why a driver rule does not take a device of its driver; "" if it does."""
+        if excluded := next((str(other) for other in rule.exclude_devices if other.matches(device)), ""):
+            return f"excludeDevices: {excluded}"
+        if rule.exclude_addressed and device.addressed:
+            return "excludeAddressed: it has an IP address"
+        if prefix := next((prefix for prefix in RESERVED_NAMES if device.name.startswith(prefix)), ""):
+            return f"its name begins with {prefix}: only a pool that names it under devices takes it"
+        if device.bus == "auxiliary" or self._is_part(device):
+            return "it is a subfunction: only a pool that names it under devices takes it"
+        if not device.bus:
+            if not (self._kind_cluster and device.driver == "veth"):
+                return "it is not physical: only a pool that names it under devices takes it"
+            if device.peer_elsewhere:
+                return "its other end is in another network namespace: it is how some pod is connected"
+        return ""
+
+    def _is_part(self, device: NetDevice) -> bool:
+        """Whether a device is a subfunction, or the switch's side of one: made later, with the same address on PCI."""
+        return device.driver in SUBFUNCTION_DRIVERS and any(
+            other.pci == device.pci and other.ifindex < device.ifindex for other in self._devices.values()
+        )
+
+    def _take(
+        self, pool: PoolRules, device: NetDevice, secondary: int, taken: dict[str, NetDevice | Subfunction]
+    ) -> str:
+        """Gives a device, or so many subfunctions of it, to a pool; returns why not, or ""."""
+        name = device.name
+        holder, owner = self._holder.get(name), self._allocated.get(name)
+        if holder is pool:
+            return ""
+        if holder is not None and not (pool.mode == holder.mode == "cdq"):
+            return f"the pool {holder.name} has it"
+        if owner is not None:
+            return f"a pod has it from the pool {owner}"
+        if why := _never_taken(device):
+            return why
+        if pool.mode == "primary":
+            if held := self._parts.get(name):
+                return f"a pod has {held} of it from the pool {self._allocated[held]}"
+            self._holder[name] = pool
+            taken[name] = device
+            return ""
+        if device.driver not in SUBFUNCTION_DRIVERS or not device.pci:
+            return f"cdq: it cannot be divided; the devices of these drivers can: {', '.join(SUBFUNCTION_DRIVERS)}"
+        first = self._divided.get(name, 0) + 1
+        last = min(first + secondary - 1 if secondary else SUBFUNCTIONS_MAX, SUBFUNCTIONS_MAX)
+        if last < first:
+            return f"cdq: its {SUBFUNCTIONS_MAX} subfunctions are in other pools"
+        self._holder[name] = pool
+        self._divided[name] = last
+        for number in range(first, last + 1):
+            part = Subfunction(primary=name, pci=device.pci, number=number)
+            if len(part.name) > DEVICE_NAME_MAX:
+                return f"cdq: {part.name} would be longer than {DEVICE_NAME_MAX} bytes: give {name} a shorter name"
+            if self._allocated.get(part.name, pool.name) == pool.name:
+                taken[part.name] = part
+        return ""
+
+
+def _never_taken(device: NetDevice) -> str:
+    """The rule by which no configuration can claim a device; "" where there is none."""
+    if device.name == "lo":
+        return "the loopback device is never taken"
+    if device.default_route:
+        return "a default route leaves through it"
+    if device.master:
+        return "it is enslaved to a bridge or bond"
+    return ""
 
 
 # ======================================================================================================================
@@ -1741,9 +2723,6 @@ class ContainerPreStarter(Protocol):
         """Makes the devices ready; an error fails the start."""
 
 
-SYSFS = Path("/sys")
-
-
 def get_topology_info(paths: Iterable[Path], *, sysfs: Path = SYSFS) -> api.TopologyInfo | None:
     """Finds the NUMA nodes that device nodes are near to.
 
@@ -1837,6 +2816,28 @@ _ENDS = (trio.Cancelled, KeyboardInterrupt)
 """Exceptions that are no failure of whatever they pass through."""
 
 
+async def _run_again(run: Callable[[], Awaitable[None]], name: str) -> None:
+    """Runs something until it ends or is cancelled; begins again where it fails, and lets nobody else feel it.
+
+    Raises:
+        EndpointBusyError: From `run`; to begin again would not help.
+    """
+    backoff = Backoff(0.5, 60.0)
+    while True:
+        begun = trio.current_time()
+        try:
+            await run()
+        except* EndpointBusyError:
+            raise
+        except* Exception:
+            log.exception("%s failed, which is a bug; it begins again", name)
+        else:
+            return
+        if trio.current_time() - begun > backoff.limit:
+            backoff.reset()
+        await trio.sleep(backoff.delay())
+
+
 class ResourceServer:
     """One resource ``<namespace>/<device type>``: its server, its registration, its list of devices.
 
@@ -1847,6 +2848,7 @@ class ResourceServer:
         socket_path: Where it serves; the file name is the endpoint that kubelet is told.
         registered: Whether kubelet has accepted the present registration.
         watched: Whether kubelet has the present list's stream open.
+        grpc_server: What serves kubelet; None while nothing does.
     """
 
     STREAM_GRACE = 1.0
@@ -1865,6 +2867,7 @@ class ResourceServer:
         if len(os.fsencode(self.socket_path)) > SUN_PATH_MAX:
             self.socket_path = plugin_dir / f"{hashlib.sha256(self.resource.encode()).hexdigest()[:16]}.sock"
         self.registered = False
+        self.grpc_server: GrpcServer | None = None
         self._kubelet_socket = plugin_dir / "kubelet.sock"
         self._plugin = plugin
         # For each of the plugin's plain methods: if they hang, nobody else waits.
@@ -1879,6 +2882,8 @@ class ResourceServer:
         self._served = False  # whether the endpoint was ever ours: then it is no mistake of whoever started us
         self._backoff = Backoff(0.1, 10.0)
         self._retry = Backoff(0.02, 0.1)
+        self._scope = trio.CancelScope()
+        self._stopped = trio.Event()
 
     # ---- devices
 
@@ -2058,6 +3063,27 @@ class ResourceServer:
 
     # ---- life with kubelet
 
+    def start(self, nursery: trio.Nursery) -> None:
+        """Runs it in a nursery, and again where it fails; once."""
+        nursery.start_soon(self._keep_running)
+
+    async def stop(self) -> None:
+        """Ends it in order, and returns when nothing of it runs any more; stopping twice is fine."""
+        self._scope.cancel()
+        await self._stopped.wait()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has been started and has ended."""
+        return self._stopped.is_set()
+
+    async def _keep_running(self) -> None:
+        try:
+            with self._scope:
+                await _run_again(self.run, self.resource)
+        finally:
+            self._stopped.set()
+
     async def run(self) -> None:
         """Serves and keeps kubelet informed until cancelled, whatever kubelet does meanwhile.
 
@@ -2126,9 +3152,10 @@ class ResourceServer:
                         server.serve_unix, trio.SocketListener(trio.socket.from_stdlib_socket(listener))
                     )
                     self._served = True
+                    self.grpc_server = server
                     await _first_of(watch_files, watch_kubelet)
                 finally:
-                    self.registered = False
+                    self.registered, self.grpc_server = False, None
                     # End the stream, let kubelet close its connection, and only then begin anew: a stream that ends
                     # after the next Register would make kubelet drop the new one too.
                     self._streams_ended += 1
@@ -2238,15 +3265,6 @@ async def _first_of(*actors: Callable[[], Awaitable[None]]) -> None:
                 nursery.start_soon(run, actor, nursery)
 
 
-@dataclass(slots=True)
-class _Running:
-    """A ResourceServer at work."""
-
-    server: ResourceServer
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    ended: trio.Event = field(default_factory=trio.Event)
-
-
 class Manager:
     """Runs a device plugin: scans, and keeps one ResourceServer for each device type that is found.
 
@@ -2274,12 +3292,7 @@ class Manager:
         self._make_server = make_server or functools.partial(
             ResourceServer, namespace, plugin=plugin, kubelet_dir=kubelet_dir
         )
-        self._running: dict[str, _Running] = {}
-
-    @property
-    def servers(self) -> dict[str, ResourceServer]:
-        """The servers by device type."""
-        return {device_type: running.server for device_type, running in self._running.items()}
+        self.servers: dict[str, ResourceServer] = {}
 
     async def run(self) -> None:
         """Runs until cancelled, or until the plugin's scan ends.
@@ -2288,7 +3301,7 @@ class Manager:
             EndpointBusyError: Another process serves one of the types.
             Exception: What scan raised.
         """
-        if self._running:
+        if self.servers:
             raise RuntimeError("this Manager runs already")
         notifier = Notifier()
 
@@ -2304,50 +3317,20 @@ class Manager:
             await _first_of(scan, manage)
         finally:
             notifier.close()
-            self._running.clear()
+            self.servers.clear()
 
     async def _apply(self, tree: DeviceTree, nursery: trio.Nursery) -> None:
-        for device_type in self._running.keys() - tree.keys():
-            running = self._running.pop(device_type)
-            running.scope.cancel()
-            await running.ended.wait()  # its socket may be wanted by the next of the same type
+        for device_type in self.servers.keys() - tree.keys():
+            await self.servers.pop(device_type).stop()  # its socket may be wanted by the next of the same type
         for device_type, devices in tree.items():
-            if device_type not in self._running:
-                self._running[device_type] = _Running(self._make_server(device_type))
-                nursery.start_soon(self._keep_running, self._running[device_type])
+            server = self.servers.get(device_type)
+            if server is None:
+                server = self.servers[device_type] = self._make_server(device_type)
+                server.start(nursery)
             try:
-                self._running[device_type].server.update(devices)
+                server.update(devices)
             except Exception:
-                log.exception("%s: the update failed, which is a bug", self._running[device_type].server.resource)
-
-    async def _keep_running(self, running: _Running) -> None:
-        try:
-            with running.scope:
-                await _run_again(running.server.run, running.server.resource)
-        finally:
-            running.ended.set()
-
-
-async def _run_again(run: Callable[[], Awaitable[None]], name: str) -> None:
-    """Runs something until it ends or is cancelled; begins again where it fails, and lets nobody else feel it.
-
-    Raises:
-        EndpointBusyError: From `run`; to begin again would not help.
-    """
-    backoff = Backoff(0.5, 60.0)
-    while True:
-        begun = trio.current_time()
-        try:
-            await run()
-        except* EndpointBusyError:
-            raise
-        except* Exception:
-            log.exception("%s failed, which is a bug; it begins again", name)
-        else:
-            return
-        if trio.current_time() - begun > backoff.limit:
-            backoff.reset()
-        await trio.sleep(backoff.delay())
+                log.exception("%s: the update failed, which is a bug", server.resource)
 
 
 @dataclass(frozen=True, slots=True)
@@ -2520,98 +3503,127 @@ RELEASE_AFTER_EMPTY = 300.0
 """The same in seconds where kubelet lists no pod at all: then it may just have started."""
 RELEASE_GRACE = 60.0
 """Seconds after Allocate in which a device is not released: kubelet lists a pod only once it is admitted."""
+HOLD_OFF = 5.0
+"""Seconds in which nothing is made of a device that the CNI has asked for: it detaches whatever is attached."""
+SUBFUNCTION_TIMEOUT = 10.0
+"""Seconds for a new subfunction's network device to come."""
+FUZZ_REQUESTS, FUZZ_PAUSE = 1000, 0.01
+"""Random requests that udsFuzz makes to each new socket, and seconds between them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolDeviceInfo(DeviceInfo):
-    """A DeviceInfo of the AF_XDP plugin, with the device itself."""
+    """A DeviceInfo of the AF_XDP plugin, with the device itself.
 
-    net: NetDevice
-
-
-def choose_devices(
-    config: PluginConfig, devices: Mapping[str, NetDevice]
-) -> tuple[dict[str, list[NetDevice]], dict[str, dict[str, str]]]:
-    """Decides which pool takes which device.
-
-    Args:
-        config: The pools; the first one that claims a device has it.
-        devices: All devices of the host by name.
-
-    Returns:
-        Pool name → devices taken, and pool name → device name → why it was passed over.
+    Attributes:
+        net: The device; None where it is a subfunction that is not there.
+        subfunction: The part of a device that it is; None where it is a whole one.
     """
-    taken: dict[str, list[NetDevice]] = {}
-    passed: dict[str, dict[str, str]] = {}
-    holder: dict[str, str] = {}
-    for pool in config.pools:
-        taken[pool.name], passed[pool.name] = [], {}
-        for name in dict.fromkeys(device.name for device in pool.devices):
-            device = devices.get(name)
-            if device is None:
-                why = "it is not in the host's network namespace"
-            elif name in holder:
-                why = f"the pool {holder[name]} has it"
-            else:
-                why = _never_taken(device)
-            if why or device is None:
-                passed[pool.name][name] = why
-            else:
-                holder[name] = pool.name
-                taken[pool.name].append(device)
-    return taken, passed
 
-
-def _never_taken(device: NetDevice) -> str:
-    """The rule by which no configuration can claim a device; "" where there is none."""
-    if device.name == "lo":
-        return "the loopback device is never taken"
-    if device.default_route:
-        return "a default route leaves through it"
-    if device.master:
-        return "it is enslaved to a bridge or bond"
-    return ""
+    net: NetDevice | None
+    subfunction: Subfunction | None = None
 
 
 class PoolScanner:
-    """The Scanner of the AF_XDP plugin: each pool is a device type, whatever the host has of its devices."""
+    """The Scanner of the AF_XDP plugin: each pool is a device type, whatever the host has of its devices.
 
-    def __init__(self, config: PluginConfig, network: NetworkHandler, *, sysfs: Path = SYSFS) -> None:
+    Args:
+        config: The pools.
+        network, host: The kernel.
+        allocated: Says which devices pods have: name → pool. Pools that are in it stay, configured or not.
+        sysfs: Where sysfs is.
+
+    Attributes:
+        pools: The configured pools by name, as they were last seen on this host.
+    """
+
+    def __init__(
+        self,
+        config: PluginConfig,
+        network: NetworkHandler,
+        host: HostHandler,
+        *,
+        allocated: Callable[[], Mapping[str, str]] = dict,
+        sysfs: Path = SYSFS,
+    ) -> None:
+        self.pools: dict[str, PoolConfig] = {}
         self._config = config
         self._network = network
+        self._host = host
+        self._allocated = allocated
         self._sysfs = sysfs
+        self._devices: Mapping[str, NetDevice] | None = None  # of the host, as last seen
+        self._notifier: Notifier | None = None
+        self._known: dict[str, NetDevice] = {}  # devices here, and those with pods as they were here
+        self._types: dict[str, None] = {}  # every pool there ever was: whoever has nothing left costs nothing
         self._passed: dict[str, dict[str, str]] = {}
         self._infos: dict[str, PoolDeviceInfo] = {}  # of the last tree
 
     async def scan(self, notifier: Notifier) -> None:
         """Follows the host's devices."""
+        self._notifier = notifier
         async with contextlib.aclosing(self._network.watch_devices()) as snapshots:
-            async for devices in snapshots:
-                notifier.notify(self.tree(devices))
+            async for self._devices in snapshots:
+                self.refresh()
+
+    def configure(self, config: PluginConfig) -> None:
+        """From now on these are the pools."""
+        self._config = config
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Decides again who takes what, as when a device was released."""
+        if self._notifier is not None and self._devices is not None:
+            self._notifier.notify(self.tree(self._devices))
 
     def tree(self, devices: Mapping[str, NetDevice]) -> DeviceTree:
         """What the pools take of these devices; what has been passed over since the last time goes to the log."""
-        taken, passed = choose_devices(self._config, devices)
+        allocated = self._allocated()
+        away = {name: net for name, net in self._known.items() if name in allocated}
+        self._known = {**away, **devices}
+        pools, passed = choose_devices(self._config, devices, self._host, allocated, self._known)
         for pool, rules in passed.items():
             for name, why in rules.items():
                 moved_away = name in self._infos and name not in devices  # which is the pool's to speak of
                 if self._passed.get(pool, {}).get(name) != why and not moved_away:
                     log.info("%s/%s: %s is not taken: %s", NAMESPACE, pool, name, why)
         self._passed = passed
-        tree = DeviceTree(
-            {pool: {device.name: self._info(device) for device in found} for pool, found in taken.items()}
-        )
+        self.pools = {pool.name: pool for pool in pools}
+        self._types.update(dict.fromkeys([*self.pools, *sorted(allocated.values())]))
+        tree = DeviceTree()
+        for pool in self._types:
+            found: Mapping[str, NetDevice | Subfunction]
+            if pool in self.pools:
+                found = self.pools[pool].devices
+            else:  # configured no more: what its pods have, and nothing else
+                found = {name: devices[name] for name, owner in allocated.items() if owner == pool and name in devices}
+            tree[pool] = {name: self._info(device, devices.get(name)) for name, device in found.items()}
         self._infos = {
             name: info for found in tree.values() for name, info in found.items() if isinstance(info, PoolDeviceInfo)
         }
         return tree
 
-    def _info(self, device: NetDevice) -> PoolDeviceInfo:
+    def _info(self, device: NetDevice | Subfunction, net: NetDevice | None) -> PoolDeviceInfo:
         """The device's info; its topology, which does not change, is looked up once."""
         before = self._infos.get(device.name)
-        if before is None or before.net.ifindex != device.ifindex:
-            return PoolDeviceInfo(net=device, topology=get_netdev_topology_info(device.name, sysfs=self._sysfs))
-        return dataclasses.replace(before, net=device)
+        if before is not None:
+            if isinstance(device, Subfunction):
+                same = before.subfunction == device
+            else:
+                same = before.subfunction is None and before.net is not None and before.net.ifindex == device.ifindex
+            if same:
+                return dataclasses.replace(before, net=net)
+        return _pool_device_info(device, net, self._sysfs)
+
+
+def _pool_device_info(
+    device: NetDevice | Subfunction, net: NetDevice | None = None, sysfs: Path = SYSFS
+) -> PoolDeviceInfo:
+    """Looks up the topology of a device; `net` is the one that a subfunction has."""
+    if isinstance(device, Subfunction):
+        topology = get_netdev_topology_info(device.primary, sysfs=sysfs)
+        return PoolDeviceInfo(net=net, subfunction=device, topology=topology)
+    return PoolDeviceInfo(net=device, topology=get_netdev_topology_info(device.name, sysfs=sysfs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -2619,10 +3631,12 @@ class Allocation:
     """What one Allocate gave one container: devices that answer for each other. It is told from others by identity.
 
     Attributes:
+        options: What was said of the pool then.
         since: trio's time of the Allocate, or of this daemon's start for an older one.
         restored: Whether it is older than this daemon, so that what belongs together is known only by its owner.
     """
 
+    options: PoolOptions
     since: float
     restored: bool = False
 
@@ -2634,6 +3648,7 @@ class PoolDevice:
     Attributes:
         name: The device's name in the host namespace, which is its id for kubelet.
         net: The device in the host namespace; None while it is elsewhere.
+        subfunction: The part of a device that it is, made when it is wanted; None where it is a whole one.
         topology: The NUMA nodes it is near to; None where they are not known.
         attachment: Program and map; None before they are prepared.
         allocation: Who has it; None for nobody.
@@ -2642,12 +3657,14 @@ class PoolDevice:
         reason: Why the last work on it failed.
         working: While somebody works on it: set at the end.
         wanted: How many requests are about to take it: then it is not forgotten.
+        hold_until: trio's time before which nothing is made of it: the CNI is at work on it.
         missed, missed_since, missed_empty: Answers of kubelet in a row that did not list it, trio's time of the first
             of them, and whether they listed no pod at all.
     """
 
     name: str
     net: NetDevice | None = None
+    subfunction: Subfunction | None = None
     topology: api.TopologyInfo | None = None
     attachment: Attachment | None = None
     allocation: Allocation | None = None
@@ -2656,18 +3673,11 @@ class PoolDevice:
     reason: str = ""
     working: trio.Event | None = None
     wanted: int = 0
+    hold_until: float = -math.inf
     missed: int = 0
     missed_since: float = 0.0
     missed_empty: bool = False
     backoff: Backoff = field(default_factory=lambda: Backoff(0.5, 10.0))
-
-    @property
-    def info(self) -> DeviceInfo:
-        """What kubelet gets to know of it."""
-        reason = self.reason
-        if not reason and self.allocation is None and self.attachment is None:
-            reason = "not prepared yet"
-        return DeviceInfo(state=UNHEALTHY if reason else HEALTHY, reason=reason, topology=self.topology)
 
 
 class PodFiles:
@@ -2715,6 +3725,43 @@ class PodFiles:
                     self._token.run_sync_soon(lambda: self._room.set())
 
 
+class EthtoolUndo:
+    """What undoes the ethtool commands of allocated devices, kept in files: it outlives the daemon.
+
+    Args:
+        directory: Of one pool; in it is a file for each device.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def is_due(self, device: str) -> bool:
+        """Whether there is anything to be undone for a device."""
+        return (self._directory / device).exists()
+
+    def commands(self, device: str) -> list[list[str]]:
+        """Arguments of ethtool in the order in which they were added; a file that cannot be read has none."""
+        try:
+            return msgspec.json.decode((self._directory / device).read_bytes(), type=list[list[str]])
+        except (OSError, msgspec.DecodeError):
+            return []
+
+    def keep(self, device: str, commands: list[list[str]]) -> None:
+        """Keeps these commands and no others."""
+        if not commands:
+            self.forget(device)
+            return
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = self._directory / device
+        new = file.with_name(f".{device}")
+        new.write_bytes(msgspec.json.encode(commands))
+        new.replace(file)
+
+    def forget(self, device: str) -> None:
+        """Removes what was kept."""
+        (self._directory / device).unlink(missing_ok=True)
+
+
 class UdsServer:
     """The socket of one allocated device, and the conversations of its pod.
 
@@ -2724,6 +3771,7 @@ class UdsServer:
         idle_timeout: Seconds after which a silent connection is closed.
         is_owner: Whether a hostname is that of the pod that holds the device; RpcError where that cannot be known.
         xskmap: The map of a device of this allocation, borrowed; None for any other device.
+        fuzz: Whether it asks itself random things, too.
     """
 
     def __init__(
@@ -2734,12 +3782,14 @@ class UdsServer:
         idle_timeout: float,
         is_owner: Callable[[str], Awaitable[bool]],
         xskmap: Callable[[str], Fd | None],
+        fuzz: bool = False,
     ) -> None:
         self._directory = directory
         self._name = name
         self._idle_timeout = idle_timeout
         self._is_owner = is_owner
         self._xskmap = xskmap
+        self._fuzz = fuzz
         self._files = PodFiles()
         self._sessions = 0
         self._said = 0  # lines in the minute that began at …
@@ -2779,6 +3829,8 @@ class UdsServer:
         try:
             with self.scope:
                 async with trio.open_nursery() as nursery:
+                    if self._fuzz:
+                        nursery.start_soon(self._fuzz_session)
                     while True:
                         await self._accept(listener, nursery)
         finally:
@@ -2815,6 +3867,34 @@ class UdsServer:
         finally:
             self._end_connection(connection)
             self._sessions -= 1
+
+    async def _fuzz_session(self) -> None:
+        """Has a conversation with itself, of random requests, and counts the replies in the log."""
+        seed = random.getrandbits(32)
+        chance = random.Random(seed)  # noqa: S311  it has to be repeatable
+        log.warning("%s: udsFuzz: %d random requests, seed %d", self._name, FUZZ_REQUESTS, seed)
+        replies: collections.Counter[str] = collections.Counter()
+        pod, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with pod:
+            for end in (pod, own):
+                end.setblocking(False)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            async with trio.open_nursery() as nursery:
+                self._sessions += 1
+                nursery.start_soon(self._serve_session, own)
+                with contextlib.suppress(OSError):  # the server has closed the connection, and says why
+                    for _ in range(FUZZ_REQUESTS):
+                        files = [pod.fileno()] * chance.choice((0, 0, 0, 1, 2))
+                        socket.send_fds(pod, [random_request(chance)], files)
+                        await trio.lowlevel.wait_readable(pod)
+                        data, fds, _, _ = socket.recv_fds(pod, REQUEST_MAX, FDS_MAX)
+                        self._files.close(fds)
+                        replies[data.decode()] += 1
+                        await trio.sleep(FUZZ_PAUSE)
+                    pod.shutdown(socket.SHUT_RDWR)
+        log.warning(
+            "%s: udsFuzz: done: %s", self._name, ", ".join(f"{n} {reply}" for reply, n in sorted(replies.items()))
+        )
 
     def _end_connection(self, connection: socket.socket) -> None:
         """Closes a connection; where packets are left in it, perhaps with files, not here."""
@@ -2904,6 +3984,17 @@ class UdsServer:
             self._say(logging.WARNING, "%s: %s", exc.filename, exc.strerror)
             return BUSY_POLL_NAK
         return BUSY_POLL_ACK
+
+
+def random_request(chance: random.Random) -> bytes:
+    """A packet that means something, almost something or nothing; for tests. It never ends the conversation."""
+    verbs = ("/connect", "/version", "/xsk_map_fd", "/config_busy_poll", "", "/", "connect", "/host_ok")
+    verb = chance.choice(verbs)
+    fields = ["".join(chance.choices("ab7-, \0\x7fé/", k=chance.randrange(40))) for _ in range(chance.randrange(4))]
+    packet = ",".join([verb, *fields]).encode("latin-1" if chance.random() < 0.2 else "utf-8")
+    if chance.random() < 0.1:
+        packet += chance.randbytes(chance.randrange(2 * REQUEST_MAX))
+    return packet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -3015,41 +4106,136 @@ def _nodes_of(topology: api.TopologyInfo | None) -> frozenset[int]:
 class PoolManager(ResourceServer):
     """One pool: the resource, its devices, their programs, maps and sockets.
 
-    It is a plugin of its own for its resource: Allocator, PreferredAllocator and ContainerPreStarter.
+    It is a plugin of its own for its resource: Allocator, PreferredAllocator and ContainerPreStarter. It can be used
+    without a Manager: made with a PoolConfig, started in a nursery, stopped.
 
     Args:
-        config: The pool.
-        xdp, host: The kernel.
-        pod_resources: Who holds what.
+        config: The pool; of a PoolConfig the devices are taken, too.
+        xdp, host, network, devlink, ethtool: The kernel.
+        pod_resources: Who holds what, shared by the pools and run by whoever made it; one of its own by default.
         uds_dir: Where the directories are that pods mount.
         kubelet_dir: See ResourceServer.
+        retired: Whether it only serves the pods that it has; see reconfigure.
+        released: Is called when a device is its pod's no more.
 
     Attributes:
+        config: What is said of it now; None where it is configured no more.
         devices: Its devices by name: those in the host namespace, and the allocated ones wherever they are.
+        server_factory: Makes the socket server of an allocated device.
     """
+
+    device_prefix = NAMESPACE
+    server_factory: Callable[..., UdsServer] = UdsServer
 
     def __init__(
         self,
-        config: PoolConfig,
+        config: PoolOptions,
         *,
-        xdp: XdpHandler,
-        host: HostHandler,
-        pod_resources: PodResources,
+        xdp: XdpHandler | None = None,
+        host: HostHandler | None = None,
+        network: NetworkHandler | None = None,
+        devlink: DevlinkHandler | None = None,
+        ethtool: EthtoolHandler | None = None,
+        pod_resources: PodResources | None = None,
         uds_dir: Path = UDS_DIR,
         kubelet_dir: Path = KUBELET_DIR,
+        retired: bool = False,
+        released: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(NAMESPACE, config.name, plugin=self, kubelet_dir=kubelet_dir)
-        self.config = config
+        self.name = config.name
         self.devices: dict[str, PoolDevice] = {}
-        self._xdp = xdp
-        self._host = host
-        self._pod_resources = pod_resources
+        self.bpf_handler = xdp or Xdp()
+        self.net_handler = network or Network()
+        self._options = config
+        self._host = host or Host()
+        self._devlink = devlink or Devlink()
+        self._ethtool = ethtool or Ethtool()
+        self._pod_resources = pod_resources or PodResources(kubelet_dir / "pod-resources" / "kubelet.sock")
+        self._asks_itself = pod_resources is None
         self._uds_dir = uds_dir / config.name
+        self._undo = EthtoolUndo(uds_dir / ".ethtool" / config.name)
+        self._released = released
         self._nursery: trio.Nursery | None = None
-        self._leftover = False  # whether it gives nothing away any more
+        self._retired = retired
+        self._retired_changed = trio.Event()
+        self._adopted = False
         self._listed: dict[str, DeviceInfo] = {}
         self._due: dict[str, float] = {}  # device name → trio's time from which it may be prepared
         self._due_changed = trio.Event()
+        if isinstance(config, PoolConfig):
+            self.update({name: _pool_device_info(device) for name, device in config.devices.items()})
+
+    # ---- what is said of it
+
+    @property
+    def config(self) -> PoolOptions | None:
+        """What is said of it now; None where it is configured no more."""
+        return None if self._retired else self._options
+
+    def reconfigure(self, options: PoolOptions | None) -> None:
+        """Takes over what is said of it from now on; what pods have stays as it was given to them.
+
+        Args:
+            options: None where it is configured no more: it unregisters, and serves its pods until they are gone.
+        """
+        if self._retired != (options is None):
+            self._retired = options is None
+            changed, self._retired_changed = self._retired_changed, trio.Event()
+            changed.set()
+        self._options = options or self._options
+        for device in list(self.devices.values()):
+            self._settle(device, news=True)
+
+    @property
+    def mode(self) -> str:
+        """What it gives away: "primary", whole devices, or "cdq", subfunctions."""
+        return self._options.mode
+
+    @property
+    def uds_server_disable(self) -> bool:
+        """See PoolOptions."""
+        return self._options.uds_server_disable
+
+    @property
+    def uds_timeout(self) -> int:
+        """See PoolOptions."""
+        return self._options.uds_timeout
+
+    @property
+    def uds_fuzz(self) -> bool:
+        """See PoolOptions."""
+        return self._options.uds_fuzz
+
+    @property
+    def uid(self) -> int:
+        """See PoolOptions."""
+        return self._options.uid
+
+    @property
+    def dp_api_socket(self) -> Path:
+        """Where it serves kubelet."""
+        return self.socket_path
+
+    @property
+    def dp_api_endpoint(self) -> str:
+        """The same, as kubelet is told."""
+        return self.socket_path.name
+
+    @property
+    def dp_api_server(self) -> GrpcServer | None:
+        """What serves kubelet now."""
+        return self.grpc_server
+
+    @property
+    def update_signal(self) -> trio.Event:
+        """Is set at the next change of `listed`, and is another one then."""
+        return self._list_changed
+
+    @property
+    def ethtool_filters(self) -> tuple[str, ...]:
+        """The arguments of ethtool for its devices."""
+        return self._options.filters
 
     # ---- life
 
@@ -3059,25 +4245,13 @@ class PoolManager(ResourceServer):
         At the end the allocated devices keep program, map and directory.
         """
         async with self._at_work():
-            await super().run()
-
-    async def run_leftover(self, network: NetworkHandler) -> None:
-        """Takes over what a pool has left that is not configured any more, and serves it until its pods are gone."""
-        self._leftover = True
-
-        async def follow() -> None:
-            async with contextlib.aclosing(network.watch_devices()) as snapshots:
-                async for devices in snapshots:
-                    self.update({name: PoolDeviceInfo(net=devices[name]) for name in self.devices if name in devices})
-
-        async def wait_empty() -> None:
-            while self.devices:
-                changed = self._list_changed
-                await changed.wait()
-
-        async with self._at_work():
-            await _first_of(follow, wait_empty)
-        log.info("%s: nothing is left of it", self.resource)
+            while True:
+                changed = self._retired_changed
+                if self._retired:
+                    log.warning("%s: is not configured any more; its pods keep their devices", self.resource)
+                    await changed.wait()
+                else:
+                    await _first_of(super().run, changed.wait)
 
     @contextlib.asynccontextmanager
     async def _at_work(self) -> AsyncIterator[None]:
@@ -3087,6 +4261,8 @@ class PoolManager(ResourceServer):
                     with self._pod_resources.subscribed(self._reconcile):
                         self._restore()
                         self._nursery.start_soon(self._prepare_devices)
+                        if self._asks_itself:
+                            self._nursery.start_soon(self._pod_resources.run)
                         yield
                         self._nursery.cancel_scope.cancel()
         finally:
@@ -3094,15 +4270,17 @@ class PoolManager(ResourceServer):
             for device in self.devices.values():
                 if device.attachment is not None:
                     device.attachment.close()
-                device.attachment = device.allocation = device.server = device.working = None
-                device.owners = ()
+                device.attachment = device.working = None
 
     def _restore(self) -> None:
-        """Begins with the pins: what is pinned is allocated."""
+        """Begins with the pins: what is pinned is allocated. The rest kubelet knows; see _adopt."""
         now = trio.current_time()
-        for name in self._xdp.pinned_devices(self.config.name):
+        self._adopted = False
+        for device in self.devices.values():
+            device.allocation, device.server, device.owners = None, None, ()
+        for name in self.bpf_handler.pinned_devices(self.name):
             try:
-                attachment = self._xdp.open_pinned(self.config.name, name)
+                attachment = self.bpf_handler.open_pinned(self.name, name)
             except OSError as exc:
                 log.info("%s: %s: what was left of it is removed: %s", self.resource, name, exc.strerror)
                 self._unpin(name)
@@ -3111,7 +4289,7 @@ class PoolManager(ResourceServer):
             device.attachment = attachment
             log.info("%s: %s: still allocated", self.resource, name)
             try:
-                self._hand_over(device, Allocation(since=now, restored=True))
+                self._hand_over(device, Allocation(self._restored_options(name), since=now, restored=True))
             except OSError as exc:
                 self._fail(device, exc)
         allocated = {name for name, device in self.devices.items() if device.allocation}
@@ -3119,35 +4297,58 @@ class PoolManager(ResourceServer):
             for entry in self._uds_dir.iterdir():
                 if entry.name not in allocated:
                     shutil.rmtree(entry, ignore_errors=True)
-        if allocated:
-            self._pod_resources.hurry()
+        self._pod_resources.hurry()
         for device in list(self.devices.values()):
             self._settle(device)
+
+    def _restored_options(self, name: str) -> PoolOptions:
+        """What a device was given to its pod with, as far as can be seen; the file may say something else by now."""
+        options = self._options
+        if (self._uds_dir / name).is_dir():
+            options = msgspec.structs.replace(options, uds_server_disable=False)
+        if not options.has_program:
+            options = msgspec.structs.replace(options, bpf_map_pinning_enable=True)
+        return options
 
     # ---- devices
 
     def update(self, devices: Mapping[str, DeviceInfo]) -> None:
-        """Takes over what is in the host namespace."""
+        """Takes over what is in the host namespace, or can be made there."""
         for name, device in list(self.devices.items()):
             if name not in devices:
                 if device.net is not None:
                     log.info("%s: %s: not to be had in the host namespace any more", self.resource, name)
                 device.net = None
+                if device.allocation is None:
+                    device.subfunction = None
                 self._settle(device)
         for name, info in devices.items():
             assert isinstance(info, PoolDeviceInfo)
             device = self.devices.setdefault(name, PoolDevice(name))
-            if device.net != info.net:
-                if device.allocation and device.net is None:
+            if device.net != info.net or (info.subfunction and device.subfunction != info.subfunction):
+                if device.allocation and device.net is None and info.net is not None:
                     log.info("%s: %s: back in the host namespace", self.resource, name)
                     self._pod_resources.hurry()
                 device.net, device.topology = info.net, info.topology
+                device.subfunction = info.subfunction or device.subfunction
                 device.backoff.reset()
                 self._settle(device, news=True)
 
     def listed(self) -> Mapping[str, DeviceInfo]:
         """Every device that is in the host namespace or allocated."""
         return self._listed
+
+    def allocated(self) -> list[str]:
+        """Names of the devices that pods have."""
+        return [name for name, device in self.devices.items() if device.allocation is not None]
+
+    def _info(self, device: PoolDevice) -> DeviceInfo:
+        """What kubelet gets to know of a device."""
+        reason = device.reason
+        prepared = device.attachment is not None or device.subfunction is not None or not self._options.has_program
+        if not reason and device.allocation is None and not prepared:
+            reason = "not prepared yet"
+        return DeviceInfo(state=UNHEALTHY if reason else HEALTHY, reason=reason, topology=device.topology)
 
     def _settle(self, device: PoolDevice, *, news: bool = False) -> None:
         """Draws the conclusions from a change: forgets the device, or has it worked on; and lets kubelet know.
@@ -3157,39 +4358,63 @@ class PoolManager(ResourceServer):
         """
         if device.working is not None or device.wanted:
             return
-        if device.allocation is None and (device.net is None or self._leftover):
+        gone = device.net is None and device.subfunction is None
+        # Before it runs, it does not know yet what its pods have.
+        unwanted = self._retired and self._nursery is not None and not self._is_left_behind(device)
+        if device.allocation is None and (gone or unwanted):
             if device.attachment is not None and self._nursery is not None:
                 self._nursery.start_soon(_close_in_thread, device.attachment)
             self.devices.pop(device.name, None)
             self._due.pop(device.name, None)
         elif self._needs_work(device):
             delay = device.backoff.delay() if device.reason and not news else 0
-            self._due[device.name] = trio.current_time() + delay
+            self._due[device.name] = max(trio.current_time() + delay, device.hold_until)
             self._due_changed.set()
-        info = device.info if device.name in self.devices else None
+        info = self._info(device) if device.name in self.devices else None
         if info != self._listed.get(device.name):
             self._listed.pop(device.name, None)
             if info is not None:
                 self._listed[device.name] = info
             self.announce()
 
+    def _is_left_behind(self, device: PoolDevice) -> bool:
+        """Whether a free device still has something of its last pod that is undone in the host's namespace."""
+        return device.net is not None and (device.subfunction is not None or self._undo.is_due(device.name))
+
     def _needs_work(self, device: PoolDevice) -> bool:
-        """Whether something on the device is missing, used or dead, and could be made."""
+        """Whether something on the device is missing, used, dead or too much, and that can be changed."""
         attachment, net = device.attachment, device.net
-        if attachment is None:
-            return net is not None
+        if device.allocation is None:
+            return not self._is_at_rest(device) and (attachment is not None or net is not None)
+        if attachment is None and net is None:
+            return False
         if device.reason:
             return True
-        if device.allocation is not None:
-            return device.server is None or (net is not None and self._xdp.ifindex(attachment) == 0)
-        return not self._is_ready(device)
+        options = device.allocation.options
+        if options.has_socket and device.server is None:
+            return True
+        if not options.has_program:
+            return False
+        return attachment is None or (net is not None and self.bpf_handler.ifindex(attachment) == 0)
+
+    def _is_at_rest(self, device: PoolDevice) -> bool:
+        """Whether a free device is as it stays until somebody wants it."""
+        if device.reason or self._is_left_behind(device):
+            return False
+        if device.subfunction is not None:
+            return device.attachment is None
+        return self._is_ready(device)
 
     def _is_ready(self, device: PoolDevice) -> bool:
         """Whether the device is free, and its program is in its place, with a map that nobody ever held."""
         attachment = device.attachment
-        if device.allocation is not None or attachment is None or attachment.handed_out or device.reason:
+        if device.allocation is not None or device.reason:
             return False
-        ifindex = self._xdp.ifindex(attachment)
+        if not self._options.has_program:
+            return attachment is None
+        if attachment is None or attachment.handed_out:
+            return False
+        ifindex = self.bpf_handler.ifindex(attachment)
         return ifindex != 0 if device.net is None else ifindex == device.net.ifindex
 
     async def _prepare_devices(self) -> NoReturn:
@@ -3219,7 +4444,12 @@ class PoolManager(ResourceServer):
 
     async def _work(self, device: PoolDevice, done: trio.Event) -> None:
         try:
-            await self._make_attachment(device)
+            await trio.sleep_until(device.hold_until)
+            if device.allocation is None and not device.wanted:
+                await self._clean(device)
+            idle = device.allocation is None and not device.wanted
+            if not idle or (device.subfunction is None and not self._retired):
+                await self._make_attachment(device)
             if device.allocation is not None:
                 self._hand_over(device, device.allocation)
         except OSError as exc:
@@ -3234,26 +4464,71 @@ class PoolManager(ResourceServer):
             done.set()
         self._settle(device)
 
+    async def _clean(self, device: PoolDevice) -> None:
+        """Undoes what was done to a device for its last pod; a subfunction is deleted."""
+        if device.subfunction is not None:
+            await self._drop_attachment(device)
+            if device.net is not None:
+                await trio.to_thread.run_sync(self._devlink.delete, device.subfunction.pci, device.subfunction.number)
+                log.info("%s: %s: subfunction deleted", self.resource, device.name)
+                device.net = None  # as netlink is about to say
+            self._undo.forget(device.name)
+        await self._undo_ethtool(device)
+
+    async def _undo_ethtool(self, device: PoolDevice) -> None:
+        if device.net is not None and (commands := self._undo.commands(device.name)):
+            await trio.to_thread.run_sync(self._ethtool.undo, commands)
+            self._undo.forget(device.name)
+            log.info("%s: %s: ethtool settings undone", self.resource, device.name)
+
     async def _make_attachment(self, device: PoolDevice) -> None:
         """Attaches where nothing is attached, and replaces what a former holder knows."""
-        attachment, net = device.attachment, device.net
         free = device.allocation is None
+        options = self._options if device.allocation is None else device.allocation.options
+        if device.subfunction is not None and device.net is None and device.attachment is None:
+            device.net = await self._make_subfunction(device.subfunction)
+        attachment, net = device.attachment, device.net
         if attachment is not None:
-            ifindex = self._xdp.ifindex(attachment)
-            if ifindex == 0 or (free and net is not None and ifindex != net.ifindex):
-                device.attachment = None
-                await _close_in_thread(attachment)
+            ifindex = self.bpf_handler.ifindex(attachment)
+            if ifindex == 0 or (free and (not options.has_program or (net is not None and ifindex != net.ifindex))):
+                await self._drop_attachment(device)
                 attachment = None
+        if not options.has_program:
+            return
         if attachment is None:
             if net is None:
                 raise OSError(errno.ENODEV, "it is not in the host's network namespace and carries no program of ours")
             device.attachment = await trio.to_thread.run_sync(
-                self._xdp.attach, net.ifindex, net.queues, abandon_on_cancel=True
+                self.bpf_handler.attach, net.ifindex, net.queues, abandon_on_cancel=True
             )
             log.info("%s: %s: prepared, %s mode", self.resource, device.name, device.attachment.xdp_mode)
         elif free and attachment.handed_out:
-            device.attachment = await trio.to_thread.run_sync(self._xdp.renew, attachment)
+            device.attachment = await trio.to_thread.run_sync(self.bpf_handler.renew, attachment)
             log.info("%s: %s: prepared again", self.resource, device.name)
+
+    async def _make_subfunction(self, subfunction: Subfunction) -> NetDevice:
+        """Makes a subfunction and returns its network device.
+
+        Raises:
+            OSError: It cannot be made; ETIMEDOUT where the device does not come.
+        """
+        await trio.to_thread.run_sync(self._devlink.add, subfunction.pci, subfunction.number)
+        log.info("%s: %s: subfunction made", self.resource, subfunction.name)
+        with trio.move_on_after(SUBFUNCTION_TIMEOUT):
+            async with contextlib.aclosing(self.net_handler.watch_devices()) as snapshots:
+                async for devices in snapshots:
+                    if subfunction.name in devices:
+                        return devices[subfunction.name]
+                    name = await trio.to_thread.run_sync(self._devlink.netdev, subfunction.pci, subfunction.number)
+                    if name is not None and name in devices:
+                        await trio.to_thread.run_sync(self._devlink.rename, name, subfunction.name)
+        raise OSError(errno.ETIMEDOUT, f"its network device did not come in {SUBFUNCTION_TIMEOUT:g} s")
+
+    async def _drop_attachment(self, device: PoolDevice) -> None:
+        """Detaches the program of a device."""
+        attachment, device.attachment = device.attachment, None
+        if attachment is not None:
+            await _close_in_thread(attachment)
 
     def _fail(self, device: PoolDevice, exc: OSError) -> None:
         """Makes an error the device's reason, and logs it where it is news."""
@@ -3277,22 +4552,20 @@ class PoolManager(ResourceServer):
         response = api.AllocateResponse()
         with self._wanted(name for names in containers for name in names) as devices:
             taken_over = {device for device in devices.values() if await self._make_ready(device)}
+            for device in devices.values():
+                await self._run_ethtool(device)
             handed_over = []
             try:
                 for names in containers:
-                    allocation = Allocation(since=trio.current_time())
+                    allocation = Allocation(self._options, since=trio.current_time())
                     answer = response.container_responses.add()
-                    answer.envs[self.config.environment_name] = " ".join(names)
+                    answer.envs[allocation.options.environment_name] = " ".join(names)
                     for name in names:
                         # Something may have happened to it while another one was waited for.
                         self._refuse_unready(devices[name], taken_over=devices[name] in taken_over)
                         handed_over.append(devices[name])
                         self._hand_over(devices[name], allocation)
-                        answer.mounts.add(
-                            host_path=str(self._uds_dir / name),
-                            container_path=f"{POD_SOCKET_DIR}/{name}",
-                            read_only=True,
-                        )
+                        answer.mounts.extend(self._mounts(devices[name], allocation.options))
                     log.info("%s: allocated: %s", self.resource, " ".join(names))
             except (OSError, RequestError):
                 for device in handed_over:
@@ -3300,6 +4573,37 @@ class PoolManager(ResourceServer):
                 raise
         self._pod_resources.hurry(PodResources.BUSY)  # kubelet lists the pod when it has our answer
         return response
+
+    def _mounts(self, device: PoolDevice, options: PoolOptions) -> Iterator[api.Mount]:
+        """What the pod mounts: the directory of its socket, and in it the file of the map."""
+        path = f"{POD_SOCKET_DIR}/{device.name}"
+        if options.has_socket:
+            yield api.Mount(host_path=str(self._uds_dir / device.name), container_path=path, read_only=True)
+        if options.bpf_map_pinning_enable:
+            pinned = self.bpf_handler.pinned_map(self.name, device.name)
+            yield api.Mount(host_path=str(pinned), container_path=f"{path}/{MAP_NAME}", read_only=True)
+
+    async def _run_ethtool(self, device: PoolDevice) -> None:
+        """Runs the pool's ethtool commands for a device that is about to be allocated.
+
+        Raises:
+            OSError: One failed; those before it are undone when the device is settled.
+        """
+        names = self.resource, device.name
+        for command in self._options.ethtool_cmds:
+            if device.net is None:
+                log.warning("%s: %s: ethtool %s is left out: the device is still with its last pod", *names, command)
+            elif "-ip-" in command:
+                log.warning("%s: %s: ethtool %s is left out: only the CNI knows the address", *names, command)
+            else:
+                arguments = self._ethtool.arguments(command, device.name)
+                before = self._undo.commands(device.name)
+
+                def remember(commands: list[list[str]], before: list[list[str]] = before) -> None:
+                    self._undo.keep(device.name, [*before, *commands])
+
+                await trio.to_thread.run_sync(self._ethtool.apply, arguments, remember)
+                log.info("%s: %s: ethtool %s", *names, " ".join(arguments))
 
     async def get_preferred_allocation(
         self, request: api.PreferredAllocationRequest
@@ -3320,7 +4624,7 @@ class PoolManager(ResourceServer):
         Raises:
             RequestError: FAILED_PRECONDITION where one is not and cannot be made.
         """
-        allocation = Allocation(since=trio.current_time())
+        allocation = Allocation(self._options, since=trio.current_time())
         with self._wanted(dict.fromkeys(request.devices_ids)) as devices:
             for device in devices.values():
                 if device.allocation is not None:
@@ -3362,7 +4666,8 @@ class PoolManager(ResourceServer):
         if taken_over:
             log.info("%s: %s: taken over from an earlier allocation", self.resource, device.name)
             self._vacate(device)
-        if not self._is_ready(device):
+        await self._undo_ethtool(device)
+        if not self._is_ready(device) or (device.subfunction is not None and device.attachment is None):
             await self._work_on(device)
         self._refuse_unready(device, taken_over=taken_over)
         return taken_over
@@ -3376,32 +4681,43 @@ class PoolManager(ResourceServer):
             raise RequestError(f"{self.resource}: {device.name} is unhealthy: {reason}", status="FAILED_PRECONDITION")
 
     def _hand_over(self, device: PoolDevice, allocation: Allocation) -> None:
-        """Makes a device with an attachment that of an allocation: pins and listening socket, where they are missing.
+        """Makes a device that of an allocation: pins and listening socket, where they are missing.
 
         Raises:
             OSError: They cannot be made.
         """
-        assert device.attachment is not None
         assert self._nursery is not None
+        options = allocation.options
         if device.allocation is not allocation:
             device.allocation, device.owners, device.missed = allocation, (), 0
-        if not self._xdp.is_pinned(device.attachment, self.config.name, device.name):
-            self._xdp.pin(device.attachment, self.config.name, device.name)
+        # A running pod keeps its user, whatever the configuration says now.
+        user = options.uid
+        pinned_map = self.bpf_handler.pinned_map(self.name, device.name)
+        if allocation.restored:
+            user = self._host.user_of(self._uds_dir / device.name) or self._host.user_of(pinned_map) or user
+        if device.attachment is not None and options.has_program:
+            if not self.bpf_handler.is_pinned(device.attachment, self.name, device.name):
+                self.bpf_handler.pin(device.attachment, self.name, device.name)
+            if options.bpf_map_pinning_enable:
+                device.attachment.handed_out = True
+                if user:
+                    self._host.grant(pinned_map, user, 6)
         if device.server is not None and not device.server.path.exists():
             device.server.scope.cancel()
             device.server = None
-        if device.server is None:
-            server = UdsServer(
+        if device.server is None and options.has_socket:
+            server = self.server_factory(
                 self._uds_dir / device.name,
                 name=f"{self.resource}: {device.name}",
-                idle_timeout=self.config.idle_timeout,
+                idle_timeout=options.idle_timeout,
                 is_owner=functools.partial(self._is_owner, device),
                 xskmap=functools.partial(self._xskmap, device),
+                fuzz=options.uds_fuzz,
             )
-            # A running pod keeps its user, whatever the configuration says now.
-            user = self._host.user_of(self._uds_dir / device.name) if allocation.restored else 0
-            self._nursery.start_soon(server.serve, server.listen(self._host, user or self.config.uid))
+            self._nursery.start_soon(server.serve, server.listen(self._host, user))
             device.server = server
+        if options.has_socket and options.bpf_map_pinning_enable:
+            (self._uds_dir / device.name / MAP_NAME).touch()  # what the map is mounted on
 
     def _vacate(self, device: PoolDevice) -> None:
         """Ends a device's allocation: conversations ended, socket and directory removed, unpinned.
@@ -3416,10 +4732,48 @@ class PoolManager(ResourceServer):
         if device.attachment is not None:
             device.attachment.pinned = False
         device.allocation, device.owners = None, ()
+        self._released()
+
+    async def let_go(self, name: str) -> bool:
+        """Detaches whatever is on a device, and makes nothing of it for a while: its pod has ended, says the CNI.
+
+        If kubelet has given it to the next pod already, that pod keeps the allocation, and gets a program when the
+        while is over.
+
+        Returns:
+            Whether it is a device of this pool.
+        """
+        device = self.devices.get(name)
+        if device is None:
+            return False
+        device.wanted += 1  # what may not happen to it meanwhile is the same
+        try:
+            while device.working is not None:
+                await device.working.wait()
+            if device.allocation is not None and not await self._is_next_pods(device):
+                log.info("%s: %s: released: the CNI says so", self.resource, name)
+                self._vacate(device)
+            self._unpin(name)
+            device.hold_until = trio.current_time() + HOLD_OFF
+            await self._drop_attachment(device)
+        finally:
+            device.wanted -= 1
+            self._settle(device)
+        return True
+
+    async def _is_next_pods(self, device: PoolDevice) -> bool:
+        """Whether kubelet has allocated a device to another pod than that which ends; asks it."""
+        allocation = device.allocation
+        assert allocation is not None
+        listed = False
+        with contextlib.suppress(RpcError), trio.move_on_after(OWNER_TIMEOUT):
+            listed = (self.resource, device.name) in (await self._pod_resources.ask()).owners
+        unknown = not device.owners and not allocation.restored  # so new that kubelet has never listed it
+        return listed or (unknown and trio.current_time() - allocation.since < RELEASE_GRACE)
 
     def _unpin(self, name: str) -> None:
         try:
-            self._xdp.unpin(self.config.name, name)
+            self.bpf_handler.unpin(self.name, name)
         except OSError as exc:
             log.warning("%s: %s: cannot be unpinned: %s", self.resource, name, exc)
 
@@ -3454,6 +4808,9 @@ class PoolManager(ResourceServer):
 
     def _reconcile(self, view: PodView) -> bool:
         """Compares the allocations with what kubelet says; returns whether there are any."""
+        if not self._adopted:
+            self._adopted = True
+            self._adopt(view)
         joined: dict[tuple[Owner, ...], Allocation] = {}
         for device in list(self.devices.values()):
             allocation = device.allocation
@@ -3471,13 +4828,27 @@ class PoolManager(ResourceServer):
                 device.owners = owners
         return any(device.allocation for device in self.devices.values())
 
+    def _adopt(self, view: PodView) -> None:
+        """Takes over what pods have without a pin that says so: after a reboot of the node, or in a raw pool."""
+        for name in [name for resource_name, name in view.owners if resource_name == self.resource]:
+            device = self.devices.get(name)
+            if device is not None and (device.allocation or device.wanted):
+                continue
+            if device is None and self._options.has_program:
+                continue  # it is away; PreStartContainer is going to speak of it
+            if device is None:
+                device = self.devices[name] = PoolDevice(name)
+            log.info("%s: %s: still allocated, says kubelet", self.resource, name)
+            device.allocation = Allocation(self._options, since=view.asked_at, restored=True)
+            self._settle(device, news=True)
+
     def _miss(self, device: PoolDevice, allocation: Allocation, view: PodView) -> None:
         """Counts that kubelet does not list an allocated device, and releases it once that is certain.
 
         A device that lives in some other namespace is in use, whatever kubelet says: it comes back, or dies with the
         namespace, when its pod ends.
         """
-        if device.net is None and device.attachment is not None and self._xdp.ifindex(device.attachment):
+        if device.net is None and device.attachment is not None and self.bpf_handler.ifindex(device.attachment):
             device.missed = 0
             return
         if device.missed == 0 or device.missed_empty != view.empty:
@@ -3495,10 +4866,152 @@ class PoolManager(ResourceServer):
             self._settle(device)
 
 
+def new_pool_manager(config: PoolConfig) -> PoolManager:
+    """A pool in the usual places; see PoolManager."""
+    return PoolManager(config)
+
+
 async def _close_in_thread(attachment: Attachment) -> None:
     """Closes an attachment, which may detach: the kernel takes its time for that."""
     with trio.CancelScope(shield=True):
         await trio.to_thread.run_sync(attachment.close)
+
+
+class Syncer:
+    """What the CNI calls when it has taken a device from a pod: it is going to detach whatever is attached.
+
+    The service of the Go plugin: ``dpcnisyncer.NetDev`` on ``afxdp-syncer.sock`` beside kubelet's socket.
+
+    Args:
+        pools: Says which pools there are.
+        kubelet_dir: See ResourceServer.
+    """
+
+    TIMEOUT = 30.0
+    """Seconds for one call."""
+
+    def __init__(self, pools: Callable[[], Iterable[PoolManager]], *, kubelet_dir: Path = KUBELET_DIR) -> None:
+        self.path = kubelet_dir / "device-plugins" / f"{NAMESPACE}-syncer.sock"
+        self._pools = pools
+
+    async def DelNetDev(self, request: syncer.DeleteNetDevReq) -> syncer.DeleteNetDevResp:  # noqa: N802  the API's name
+        """Lets go of a device; when it returns, nothing of ours is on it. To ask twice is fine.
+
+        Raises:
+            RequestError: No device is named.
+            OSError: The kernel does not let us.
+        """
+        if not request.name:
+            raise RequestError("DelNetDev of no device")
+        if not any([await pool.let_go(request.name) for pool in self._pools()]):
+            log.info("the CNI lets go of %r, which no pool has", request.name)
+        return syncer.DeleteNetDevResp(ret=0)
+
+    async def run(self) -> NoReturn:
+        """Serves until cancelled; anew where kubelet has wiped its directory."""
+        method = Method(request_type=syncer.DeleteNetDevReq, call=self.DelNetDev, timeout=self.TIMEOUT)
+        backoff = Backoff(0.1, 10.0)
+        with DirectoryWatch(self.path.parent) as watch:
+            while True:
+                try:
+                    await self._serve(GrpcServer({"dpcnisyncer.NetDev": {"DelNetDev": method}}), watch)
+                    backoff.reset()
+                except FileNotFoundError:
+                    await watch.changed()  # there is no kubelet yet
+                except (OSError, EndpointBusyError) as exc:
+                    log.warning("the CNI cannot be served on %s: %s", self.path, exc)
+                await trio.sleep(backoff.delay())
+
+    async def _serve(self, server: GrpcServer, watch: DirectoryWatch) -> None:
+        """Serves on a new socket until that is removed."""
+        refuse_busy(self.path)
+        listener = open_unix_listener(self.path)
+        try:
+            own = Place(self.path)
+        except OSError:
+            listener.close()
+            raise
+        with own, _single_errors():
+            async with trio.open_nursery() as nursery:
+                try:
+                    await nursery.start(
+                        server.serve_unix, trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+                    )
+                    while own.is_there():
+                        await watch.changed()
+                finally:
+                    if own.is_there():
+                        self.path.unlink()
+                    nursery.cancel_scope.cancel()
+
+
+class KindKeeper:
+    """Keeps the network for a cluster of kind complete, where that is wanted: pods take their veths with them.
+
+    Args:
+        kind: The bridge and the veths.
+        network: Where they are.
+        allocated: Says which devices pods have.
+    """
+
+    def __init__(self, kind: KindHandler, network: NetworkHandler, allocated: Callable[[], Mapping[str, str]]) -> None:
+        self._kind = kind
+        self._network = network
+        self._allocated = allocated
+        self._wanted = False
+        self._changed = trio.Event()
+
+    async def want(self, wanted: bool) -> None:
+        """Makes the network, or removes what no pod has of it.
+
+        Raises:
+            KindNetworkError: It cannot be made.
+        """
+        if wanted != self._wanted:
+            if wanted:
+                await self._set_up()
+            else:
+                await self.remove()
+            self._wanted = wanted
+            changed, self._changed = self._changed, trio.Event()
+            changed.set()
+
+    async def remove(self) -> None:
+        """Removes what no pod has."""
+        try:
+            await trio.to_thread.run_sync(self._kind.remove, set(self._allocated()))
+        except OSError as exc:
+            log.warning("the kind network is not removed: %s", exc)
+
+    async def run(self) -> NoReturn:
+        """Makes again what is missing, until cancelled; then removes what no pod has."""
+        try:
+            while True:
+                changed = self._changed
+                if self._wanted:
+                    await _first_of(self._follow, changed.wait)
+                else:
+                    await changed.wait()
+        finally:
+            if self._wanted:
+                with trio.move_on_after(5, shield=True):
+                    await self.remove()
+
+    async def _follow(self) -> None:
+        async with contextlib.aclosing(self._network.watch_devices()) as snapshots:
+            async for devices in snapshots:
+                if self._kind.missing(devices):
+                    try:
+                        await self._set_up()
+                    except KindNetworkError as exc:
+                        log.warning("%s", exc)
+
+    async def _set_up(self) -> None:
+        try:
+            for made in await trio.to_thread.run_sync(self._kind.set_up):
+                log.info("kind network: made %s", made)
+        except OSError as exc:
+            raise KindNetworkError(f"the kind network cannot be made: {exc.filename}: {exc.strerror}") from exc
 
 
 # ======================================================================================================================
@@ -3532,9 +5045,11 @@ class Paths:
         for index, pool in enumerate(config.pools):
             endpoint = self.kubelet_dir / "device-plugins" / f"{NAMESPACE}-{pool.name}.sock"
             paths.append((f"pools[{index}].name", endpoint))
-            for number, device in enumerate(pool.devices):
-                path = self.uds_dir / pool.name / device.name / SOCKET_NAME
-                paths.append((f"pools[{index}].devices[{number}].name", path))
+            names = {device.name: f"devices[{number}].name" for number, device in enumerate(pool.devices)}
+            if pool.drivers or pool.nodes or "" in names or pool.mode == "cdq":
+                names = {"x" * DEVICE_NAME_MAX: "name", **names}
+            for name, key in names.items():
+                paths.append((f"pools[{index}].{key}", self.uds_dir / pool.name / name / SOCKET_NAME))
         errors = [
             f"{key}: makes the path of a socket longer than {SUN_PATH_MAX} bytes: {path}"
             for key, path in paths
@@ -3548,9 +5063,13 @@ async def serve(
     config: PluginConfig,
     paths: Paths | None = None,
     *,
+    changes: AsyncGenerator[PluginConfig, None] | None = None,
     network: NetworkHandler | None = None,
     xdp: XdpHandler | None = None,
     host: HostHandler | None = None,
+    kind: KindHandler | None = None,
+    devlink: DevlinkHandler | None = None,
+    ethtool: EthtoolHandler | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Runs the daemon until cancelled.
@@ -3561,14 +5080,19 @@ async def serve(
     Args:
         config: What to serve.
         paths: Where.
+        changes: Yields what to serve from then on: pools come, change and go; pods keep what they have.
         network: The kernel's; another for tests.
         xdp: Likewise.
         host: Likewise.
+        kind: Likewise.
+        devlink: Likewise.
+        ethtool: Likewise.
         task_status: Started when this host has been found fit and nobody else serves these paths.
 
     Raises:
         ConfigError: A socket's path would be too long.
         HostError: This host does not suffice.
+        KindNetworkError: The network for a cluster of kind cannot be made.
         EndpointBusyError: Another process serves the same.
     """
     paths = paths or Paths()
@@ -3579,31 +5103,58 @@ async def serve(
     xdp = xdp or Xdp(paths.bpffs)
     with _locked_directory(paths.uds_dir, "--uds-dir"), _locked_directory(paths.bpffs / "afxdpd", "--bpffs"):
         pod_resources = PodResources(paths.pod_resources_socket)
-        pools = {pool.name: pool for pool in config.pools}
+        pools: dict[str, PoolManager] = {}
 
         def make_pool(name: str) -> PoolManager:
-            return PoolManager(
-                pools.get(name) or PoolConfig(name=name, mode="primary"),
+            retired = name not in scanner.pools
+            pools[name] = PoolManager(
+                PoolOptions(name=name, mode="primary") if retired else scanner.pools[name],
                 xdp=xdp,
                 host=host,
+                network=network,
+                devlink=devlink,
+                ethtool=ethtool,
                 pod_resources=pod_resources,
                 uds_dir=paths.uds_dir,
                 kubelet_dir=paths.kubelet_dir,
+                retired=retired,
+                released=scanner.refresh,
             )
+            return pools[name]
 
-        async def run_leftovers() -> None:
-            async with trio.open_nursery() as nursery:
-                for name in xdp.pinned_pools():
-                    if name not in pools:
-                        log.warning("%s/%s: is not configured any more; its pods keep their devices", NAMESPACE, name)
-                        pool = make_pool(name)
-                        nursery.start_soon(_run_again, functools.partial(pool.run_leftover, network), pool.resource)
+        left = pinned(xdp)  # by an earlier daemon; the pools take it over
+
+        def allocated() -> dict[str, str]:
+            now = {name: pool.name for pool in pools.values() for name in pool.allocated()}
+            return {**{name: pool for name, pool in left.items() if pool not in pools}, **now}
+
+        async def follow_changes() -> None:
+            if changes is None:
+                await trio.sleep_forever()
+            async for new in changes:
+                try:
+                    await kind_keeper.want(new.kind_cluster)
+                except KindNetworkError as exc:
+                    log.error("%s", exc)  # noqa: TRY400  it says all
+                scanner.configure(new)
+                for pool in pools.values():
+                    pool.reconfigure(scanner.pools.get(pool.name))
             await trio.sleep_forever()
 
-        manager = Manager(NAMESPACE, PoolScanner(config, network), make_server=make_pool)
-        log.info("afxdpd %s: %s", __version__, ", ".join(f"{NAMESPACE}/{name}" for name in pools) or "no pools")
+        scanner = PoolScanner(config, network, host, allocated=allocated)
+        manager = Manager(NAMESPACE, scanner, make_server=make_pool)
+        kind_keeper = KindKeeper(kind or KindNetwork(), network, allocated)
+        await kind_keeper.want(config.kind_cluster)
+        names = ", ".join(f"{NAMESPACE}/{pool.name}" for pool in config.pools)
+        log.info("afxdpd %s: %s", __version__, names or "no pools")
         task_status.started()
-        await _first_of(manager.run, pod_resources.run, run_leftovers)
+        await _first_of(
+            manager.run,
+            pod_resources.run,
+            kind_keeper.run,
+            Syncer(pools.values, kubelet_dir=paths.kubelet_dir).run,
+            follow_changes,
+        )
 
 
 @contextlib.contextmanager
@@ -3622,20 +5173,30 @@ def _locked_directory(path: Path, option: str) -> Iterator[None]:
         yield
 
 
-def check_report(config: PluginConfig, devices: Mapping[str, NetDevice]) -> Iterator[str]:
+def check_report(
+    config: PluginConfig, devices: Mapping[str, NetDevice], host: HostHandler, allocated: Mapping[str, str]
+) -> Iterator[str]:
     """Yields lines that say what each pool would take of these devices, and why it would not take others."""
-    taken, passed = choose_devices(config, devices)
-    if not config.pools:
+    pools, passed = choose_devices(config, devices, host, allocated)
+    if not pools:
         yield "no pools"
-    for pool in config.pools:
-        yield f"{NAMESPACE}/{pool.name}: {pool.mode} mode, {len(taken[pool.name])} devices"
-        for device in taken[pool.name]:
-            note = ""
-            if device.xdp_prog_id:
-                note = (
+    for pool in pools:
+        yield f"{NAMESPACE}/{pool.name}: {pool.mode} mode, {len(pool.devices)} devices"
+        for name, device in pool.devices.items():
+            if isinstance(device, Subfunction):
+                note = f"subfunction {device.number} of {device.primary}"
+            else:
+                note = f"{device.driver or 'no driver'}, {device.queues} queues"
+            if allocated.get(name) == pool.name:
+                note += "; a pod has it"
+            elif isinstance(device, NetDevice) and device.xdp_prog_id and pool.has_program:
+                note += (
                     f"; carries the {device.xdp_mode} XDP program {device.xdp_prog_id}: unhealthy unless that is ours"
                 )
-            yield f"  takes {device.name}: {device.queues} queues{note}"
+            yield f"  takes {name}: {note}"
+        for name in sorted(allocated):
+            if allocated[name] == pool.name and name not in pool.devices:
+                yield f"  has {name}: a pod has it"
         for name, why in passed[pool.name].items():
             yield f"  passes over {name}: {why}"
 
@@ -3652,7 +5213,8 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description="AF_XDP device plugin for Kubernetes: gives pods network devices with an XDP redirect program, "
         "and the file descriptors of their XSKMAPs.",
         epilog="Exit codes: 0 ended as asked, 1 wrong configuration or command line, 2 logging, 3 this host lacks "
-        "something, 4 the pools cannot be served.",
+        "something, 4 the pools cannot be served, 5 the network for kind cannot be made. "
+        "SIGHUP reads the configuration again.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -3692,6 +5254,20 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="what to log (default: logLevel of the configuration, or info)",
     )
     parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="lines for people, or a JSON object a line (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        default=LOG_DIR,
+        metavar="DIR",
+        help="where the logFile of the configuration is (default: %(default)s)",
+    )
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the configuration, and end")
+    parser.add_argument(
         "--check",
         action="store_true",
         help="read the configuration, say what each pool would take on this host, and end",
@@ -3700,18 +5276,88 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-async def _serve_until_signal(config: PluginConfig, paths: Paths) -> None:
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:  # before anything says that we run
+class _JsonFormatter(logging.Formatter):
+    """A record as a JSON object: time (RFC 3339), level, message, and error where there is a traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter.format."""
+        line = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _set_up_logging(options: argparse.Namespace, config: PluginConfig | None = None) -> None:
+    """Logs to standard output, and to the file that the configuration names.
+
+    Raises:
+        LogFileError: It cannot be written; logging is then as it was.
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if config is not None and config.log_file:
+        path = options.log_dir / config.log_file
+        try:
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            handlers.append(logging.handlers.WatchedFileHandler(path))  # somebody may rotate it
+        except OSError as exc:
+            raise LogFileError(f"{path}: {exc.strerror}: name another directory with --log-dir") from exc
+    formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
+    for handler in handlers:
+        handler.setFormatter(_JsonFormatter() if options.log_format == "json" else formatter)
+    logging.basicConfig(handlers=handlers, force=True)
+    log.setLevel((options.log_level or (config.log_level if config is not None else "info")).upper())
+
+
+def _read_config(options: argparse.Namespace, paths: Paths) -> PluginConfig:
+    """Reads the configuration, and logs as it says.
+
+    Raises:
+        ConfigError: See get_plugin_config and Paths.check.
+        LogFileError: See _set_up_logging.
+    """
+    config = get_plugin_config(options.config)
+    paths.check(config)
+    _set_up_logging(options, config)
+    return config
+
+
+async def _serve_until_signal(config: PluginConfig, paths: Paths, read: Callable[[], PluginConfig]) -> None:
+    reload = trio.Event()
+
+    async def changes() -> AsyncGenerator[PluginConfig, None]:
+        nonlocal reload
+        while True:
+            await reload.wait()
+            reload = trio.Event()
+            try:
+                new = read()
+            except (ConfigError, LogFileError) as exc:
+                for line in [*str(exc).splitlines(), "the configuration stays as it was"]:
+                    log.error("%s", line)  # noqa: TRY400  it says all
+            else:
+                log.info("the configuration was read again")
+                yield new
+
+    signals_of_interest = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    with trio.open_signal_receiver(*signals_of_interest) as signals:  # before anything says that we run
         scope = trio.CancelScope()
 
         async def serve_in_scope() -> None:
             with scope:
-                await serve(config, paths)
+                async with contextlib.aclosing(changes()) as configs:
+                    await serve(config, paths, changes=configs)
 
         async def wait_signals() -> None:
             async for number in signals:
-                log.info("%s: ending; pods keep their devices", signal.Signals(number).name)
-                scope.cancel()
+                if number == signal.SIGHUP:
+                    reload.set()
+                else:
+                    log.info("%s: ending; pods keep their devices", signal.Signals(number).name)
+                    scope.cancel()
 
         await _first_of(serve_in_scope, wait_signals)
 
@@ -3726,24 +5372,27 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code, see ExitCode.
     """
     options = _parse_arguments(arguments)
-    logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", stream=sys.stdout)
+    if options.schema:
+        print(json.dumps(get_config_schema(), indent=2))
+        return ExitCode.NORMAL
+    _set_up_logging(options)
     paths = Paths(
         kubelet_dir=options.kubelet_dir,
         pod_resources_socket=options.pod_resources_socket or options.kubelet_dir / "pod-resources" / "kubelet.sock",
         uds_dir=options.uds_dir.absolute(),  # kubelet is told of it
-        bpffs=options.bpffs,
+        bpffs=options.bpffs.absolute(),
     )
     try:
-        log.setLevel((options.log_level or "info").upper())
-        config = get_plugin_config(options.config)
-        paths.check(config)
-        log.setLevel((options.log_level or config.log_level).upper())
         if options.check:
-            print("\n".join(check_report(config, Network().devices())))
+            config = get_plugin_config(options.config)
+            paths.check(config)
+            allocated = pinned(Xdp(paths.bpffs))
+            print("\n".join(check_report(config, Network().devices(), Host(), allocated)))
             return ExitCode.NORMAL
+        config = _read_config(options, paths)
         os.umask(0o077)
         _raise_file_limit()
-        trio.run(_serve_until_signal, config, paths)
+        trio.run(_serve_until_signal, config, paths, functools.partial(_read_config, options, paths))
     except Exception as exc:  # noqa: BLE001  the end of the program: all that is left is to say why
         return _exit_code(exc)
     return ExitCode.NORMAL
@@ -3755,6 +5404,10 @@ def _exit_code(exc: Exception) -> ExitCode:
     match error:
         case ConfigError(errors=errors):
             code, lines = ExitCode.CONFIGURATION, list(errors)
+        case LogFileError():
+            code, lines = ExitCode.LOGGING, [str(error)]
+        case KindNetworkError():
+            code, lines = ExitCode.KIND_NETWORK, [str(error)]
         case HostError():
             code, lines = ExitCode.HOST_CHECK, [str(error)]
         case EndpointBusyError() | OSError():

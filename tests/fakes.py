@@ -8,8 +8,9 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -17,9 +18,11 @@ from conftest import open_fds
 
 from afxdpd import (
     Attachment,
+    Ethtool,
     Fd,
     ForeignProgramError,
     GrpcServer,
+    KindNetwork,
     Method,
     NetDevice,
     PodResources,
@@ -44,6 +47,13 @@ class FakeNetwork:
         self._devices = {device.name: device for device in devices}
         changed, self._changed = self._changed, trio.Event()
         changed.set()
+
+    def change(self, *devices: NetDevice, gone: Collection[str] = ()) -> None:
+        """From now on there are these devices, too, and some are gone. May be called from a worker thread."""
+        if threading.current_thread() is not threading.main_thread():
+            trio.from_thread.run_sync(partial(self.change, *devices, gone=gone))
+            return
+        self.show(*(device for name, device in self._devices.items() if name not in gone), *devices)
 
     def devices(self) -> dict[str, NetDevice]:
         """See Network.devices."""
@@ -169,6 +179,10 @@ class FakeXdp:
         """See Xdp.pinned_devices."""
         return sorted(device for owner, device in self.pins if owner == pool)
 
+    def pinned_map(self, pool: str, device: str) -> Path:
+        """See Xdp.pinned_map."""
+        return self._directory / "pins" / pool / device / "xsks_map"  # what is there, `pins` says
+
     def open_pinned(self, pool: str, device: str) -> Attachment:
         """See Xdp.open_pinned."""
         self._call("open_pinned", device)
@@ -210,11 +224,27 @@ class FakeXdp:
 
 
 class FakeHost:
-    """Host: fit for the daemon; what it is to grant is noted, or refused with `error`."""
+    """Host: fit for the daemon; what it is to grant is noted, or refused with `error`.
 
-    def __init__(self) -> None:
+    Attributes:
+        granted: Path, user and permissions of each grant.
+        name: What hostname returns.
+        unprivileged_bpf: What allows_unprivileged_bpf returns.
+    """
+
+    def __init__(self, name: str = "node-1") -> None:
         self.granted: list[tuple[Path, int, int]] = []
         self.error: OSError | None = None
+        self.name = name
+        self.unprivileged_bpf = False
+
+    def hostname(self) -> str:
+        """See Host.hostname."""
+        return self.name
+
+    def allows_unprivileged_bpf(self) -> bool:
+        """See Host.allows_unprivileged_bpf."""
+        return self.unprivileged_bpf
 
     def check(self, bpffs: Path) -> None:
         """See Host.check."""
@@ -228,6 +258,179 @@ class FakeHost:
     def user_of(self, path: Path) -> int:
         """See Host.user_of."""
         return next((uid for granted, uid, _ in reversed(self.granted) if granted == path), 0)
+
+
+class FakeDevlink:
+    """Devlink: the network device of a subfunction (SF) comes to a FakeNetwork, beside its NIC's, as with ice.
+
+    Attributes:
+        calls: What was asked for, but for `netdev`: (method, SF's number or device's name).
+        errors: What a method raises.
+        ports: The SFs: (PCI address, number) → name of the network device, None where it has not come.
+        slow: Whether no network device comes until `bring` is called.
+        prefix: What the kernel, or udev, calls new devices.
+    """
+
+    def __init__(self, network: FakeNetwork) -> None:
+        self.calls: list[tuple[str, int | str]] = []
+        self.errors: dict[str, OSError] = {}
+        self.ports: dict[tuple[str, int], str | None] = {}
+        self.slow = False
+        self.prefix = "eth"
+        self._network = network
+        self._numbers = itertools.count(100)
+
+    # ---- for the test
+
+    def bring(self, pci: str, number: int) -> None:
+        """Lets the network device of an SF come."""
+        ifindex = next(self._numbers)
+        name = self.ports[pci, number] = f"{self.prefix}{ifindex}"
+        self._network.change(NetDevice(name=name, ifindex=ifindex, queues=4, driver="ice", bus="pci", pci=pci))
+
+    def numbers(self) -> list[int]:
+        """The SFs that there are."""
+        return sorted(number for _, number in self.ports)
+
+    # ---- the contract
+
+    def exists(self, pci: str, number: int) -> bool:
+        """See Devlink.exists."""
+        return (pci, number) in self.ports
+
+    def add(self, pci: str, number: int) -> None:
+        """See Devlink.add."""
+        self._call("add", number)
+        if self.ports.setdefault((pci, number)) is None and not self.slow:
+            self.bring(pci, number)
+
+    def delete(self, pci: str, number: int) -> None:
+        """See Devlink.delete."""
+        self._call("delete", number)
+        name = self.ports.pop((pci, number), None)
+        if name is not None:
+            self._network.change(gone=[name])
+
+    def netdev(self, pci: str, number: int) -> str | None:
+        """See Devlink.netdev."""
+        self._call("netdev", number)
+        name = self.ports.get((pci, number))
+        return name if name in self._network.devices() else None
+
+    def rename(self, old: str, new: str) -> None:
+        """See Devlink.rename."""
+        self._call("rename", new)
+        devices = self._network.devices()
+        if old not in devices:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), old)
+        if new in devices:
+            raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+        self.ports = {port: new if name == old else name for port, name in self.ports.items()}
+        self._network.change(dataclasses.replace(devices[old], name=new), gone=[old])
+
+    def _call(self, method: str, key: int | str) -> None:
+        if method != "netdev":
+            self.calls.append((method, key))
+        if (error := self.errors.get(method)) is not None:
+            raise error
+
+
+class FakeEthtool:
+    """Ethtool: a command has a device and a setting's name and value, such as "-K -device- gro off".
+
+    What undoes it is the same command with the former value.
+
+    Attributes:
+        ran: The commands that changed something, in order.
+        settings: (device, name) → value; it is "default" where nothing was set.
+        errors: What a command raises, by its arguments in one string.
+    """
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.settings: dict[tuple[str, str], str] = {}
+        self.errors: dict[str, OSError] = {}
+
+    def arguments(self, command: str, device: str) -> list[str]:
+        """See Ethtool.arguments."""
+        return Ethtool.arguments(command, device)
+
+    def apply(self, arguments: Sequence[str], remember: Callable[[list[list[str]]], None]) -> None:
+        """See Ethtool.apply."""
+        option, device, name, _ = arguments
+        remember([[option, device, name, self.settings.get((device, name), "default")]])
+        self._run(arguments)
+
+    def undo(self, commands: Sequence[Sequence[str]]) -> None:
+        """See Ethtool.undo."""
+        errors = []
+        for command in reversed(commands):
+            try:
+                self._run(command)
+            except OSError as exc:
+                errors.append(exc)
+        if errors:
+            raise errors[0]
+
+    def _run(self, arguments: Sequence[str]) -> None:
+        _, device, name, value = arguments
+        command = " ".join(arguments)
+        if command in self.errors:
+            raise self.errors[command]
+        if self.settings.get((device, name), "default") != value:
+            self.settings[device, name] = value
+            self.ran.append(command)
+
+
+class FakeKind:
+    """KindNetwork: bridge and pairs come to a FakeNetwork, and go from there.
+
+    Attributes:
+        made: How often something was made.
+        kept: For each removal what was to be kept.
+        error: What set_up and remove raise.
+        removing: Set when something was removed.
+        gate: Clear it, and remove waits before it returns.
+    """
+
+    def __init__(self, network: FakeNetwork) -> None:
+        self.made = 0
+        self.kept: list[set[str]] = []
+        self.error: OSError | None = None
+        self.removing = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self._network = network
+        self._numbers = itertools.count(200)
+
+    def missing(self, names: Iterable[str]) -> bool:
+        """See KindNetwork.missing."""
+        return KindNetwork.missing(names)
+
+    def set_up(self) -> list[str]:
+        """See KindNetwork.set_up."""
+        if self.error is not None:
+            raise self.error
+        devices = self._network.devices()
+        names = [KindNetwork.BRIDGE] if KindNetwork.BRIDGE not in devices else []
+        for pod, port in KindNetwork.PAIRS.items():
+            names += [] if port in devices else [pod, port]
+        if names:
+            self.made += 1
+            self._network.change(*(NetDevice(name=name, ifindex=next(self._numbers), driver="veth") for name in names))
+        return names
+
+    def remove(self, keep: Collection[str]) -> None:
+        """See KindNetwork.remove."""
+        self.kept.append(set(keep))
+        if self.error is not None:
+            raise self.error
+        devices = self._network.devices()
+        pairs = {pod: port for pod, port in KindNetwork.PAIRS.items() if pod in devices and pod not in keep}
+        ports = devices.keys() & set(KindNetwork.PAIRS.values()) - set(pairs.values())
+        self._network.change(gone=[*pairs, *pairs.values(), *([] if ports else [KindNetwork.BRIDGE])])
+        self.removing.set()
+        self.gate.wait()
 
 
 class FakePodResources(PodResources):

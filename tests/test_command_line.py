@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 from conftest import Kernel
+from fakes import FakeHost
 from kubelet import running_kubelet
-from support import PROGRAM, RESOURCE, make_veth, paths_options, write_config
+from support import PROGRAM, RESOURCE, ROOT, Pod, make_veth, paths_options, write_config
 
 import afxdpd
 
@@ -113,17 +119,29 @@ def test_help_names_options_and_exit_codes_when_asked(capsys: pytest.CaptureFixt
         "uds-dir",
         "bpffs",
         "log-level",
+        "log-format",
+        "log-dir",
+        "schema",
         "check",
         "version",
     ):
         assert f"--{option}" in output.out
-    assert "Exit codes: 0 " in output.out
+    text = " ".join(output.out.split())
+    assert "Exit codes: 0 ended as asked, 1 wrong configuration or command line, 2 logging, 3 " in text
+    assert ", 4 the pools cannot be served, 5 the network for kind cannot be made. SIGHUP " in text
 
 
 def test_version_is_printed_when_asked(tmp_path: Path) -> None:
     """The option --version prints one line, and ends with 0."""
     result = run(tmp_path, "--version")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"afxdpd {afxdpd.__version__}\n", "")
+
+
+def test_schema_is_printed_when_asked(tmp_path: Path) -> None:
+    """The option --schema prints what is in examples; it needs no configuration."""
+    result = run(tmp_path, "--schema")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == (ROOT / "examples" / "config.schema.json").read_text()
 
 
 def test_program_ends_with_1_when_an_option_is_unknown(tmp_path: Path) -> None:
@@ -143,6 +161,9 @@ def test_program_ends_with_1_when_an_option_is_unknown(tmp_path: Path) -> None:
         (["--check=yes"], "argument --check: ignored explicit argument 'yes'"),
         (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud' "),
         (["--log-level", "INFO"], "argument --log-level: invalid choice: 'INFO' "),
+        (["--log-format", "xml"], "argument --log-format: invalid choice: 'xml' "),
+        (["--log-dir"], "argument --log-dir: expected one argument"),
+        (["--schema=yes"], "argument --schema: ignored explicit argument 'yes'"),
     ],
 )
 def test_program_ends_with_1_when_the_command_line_is_wrong(
@@ -180,11 +201,22 @@ def test_program_ends_with_1_when_the_configuration_is_wrong(tmp_path: Path) -> 
     lines = result.stderr.splitlines()
     assert all(line.startswith(f"afxdpd: {file}: ") for line in lines)
     assert [line.removeprefix(f"afxdpd: {file}: ").partition(": ")[0] for line in lines] == [
-        "pools[0].devices[0].name",
+        "pools[0].devices[0]",
         "pools[0].mode",
         "pools[1]",
         "logLevel",
     ]
+
+
+def test_unknown_key_is_warned_of_when_the_configuration_is_checked(directory: Path) -> None:
+    """What the file has beyond the known keys is told on standard output, and is no error."""
+    content = {"pools": [{"name": "pool", "mode": "primary", "device": [], "devices": [{"name": "absent0"}]}]}
+    (directory / "config.json").write_text(json.dumps(content))
+    result = run(directory, "--check", "--bpffs", str(directory))
+    assert (result.returncode, result.stderr) == (0, "")
+    warning, *report = result.stdout.splitlines()
+    assert warning.endswith(" WARNING pools[0].device: unknown key, ignored, did you mean devices?")
+    assert report[0] == "afxdp/pool: primary mode, 0 devices"
 
 
 @pytest.mark.parametrize("option", [["--config"], ["-config"], ["--config="], ["-config="]])
@@ -227,6 +259,118 @@ def test_check_prints_what_pools_would_take_when_nobody_is_privileged(directory:
         "  passes over absent1: it is not in the host's network namespace",
     ]
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "kubelet"]
+
+
+def ip(*command: str) -> None:
+    """Runs ip in this namespace."""
+    subprocess.run(["ip", *command], check=True)
+
+
+@pytest.mark.kernel
+def test_check_tells_of_every_device_when_the_host_has_some(kernel: Kernel, directory: Path) -> None:
+    """The report has each device that a pool takes, with what is on it, and each other one with the rule."""
+    make_veth("veth0", "veth1", "veth2", "veth3", queues=2)
+    make_veth("other")
+    ip("link", "add", "br0", "type", "bridge")
+    ip("link", "set", "veth2", "master", "br0")
+    ip("-6", "route", "add", "default", "dev", "other")
+    ip("address", "add", "10.1.1.1/24", "dev", "veth3")
+    pools: list[dict[str, Any]] = [
+        {
+            "name": "named",
+            "mode": "primary",
+            "devices": [{"name": name} for name in ("lo", "veth0", "veth1", "veth2", "other", "absent0")],
+        },
+        {"name": "parts", "mode": "cdq", "devices": [{"name": "veth0"}, {"name": "veth0p"}]},
+        {
+            "name": "driver",
+            "mode": "primary",
+            "drivers": [{"name": "veth", "excludeDevices": [{"name": "veth0p"}], "excludeAddressed": True}],
+        },
+    ]
+    (directory / "config.json").write_text(json.dumps({"pools": pools}))
+    xdp = afxdpd.Xdp(kernel.bpffs)
+    devices = afxdpd.Network().devices()
+    held = [xdp.attach(devices[name].ifindex, 2) for name in ("veth0", "veth1")]
+    try:
+        xdp.pin(held[1], "named", "veth1")
+        result = run(directory, "--check")
+    finally:
+        for attachment in held:
+            attachment.close()
+    assert (result.returncode, result.stderr) == (0, "")
+    program = f"carries the native XDP program {held[0].prog_id}: unhealthy unless that is ours"
+    not_physical = "it is not physical: only a pool that names it under devices takes it"
+    assert result.stdout.splitlines() == [
+        "afxdp/named: primary mode, 2 devices",
+        "  takes veth1: veth, 2 queues; a pod has it",
+        f"  takes veth0: veth, 2 queues; {program}",
+        "  passes over lo: the loopback device is never taken",
+        "  passes over veth2: it is enslaved to a bridge or bond",
+        "  passes over other: a default route leaves through it",
+        "  passes over absent0: it is not in the host's network namespace",
+        "afxdp/parts: cdq mode, 0 devices",
+        "  passes over veth0: the pool named has it",
+        "  passes over veth0p: cdq: it cannot be divided; the devices of these drivers can: ice",
+        "afxdp/driver: primary mode, 0 devices",
+        f"  passes over other: {not_physical}",
+        f"  passes over otherp: {not_physical}",
+        f"  passes over veth0: {not_physical}",
+        "  passes over veth0p: excludeDevices: veth0p",
+        f"  passes over veth1: {not_physical}",
+        f"  passes over veth1p: {not_physical}",
+        f"  passes over veth2: {not_physical}",
+        f"  passes over veth2p: {not_physical}",
+        "  passes over veth3: excludeAddressed: it has an IP address",
+        f"  passes over veth3p: {not_physical}",
+    ]
+
+
+@pytest.mark.kernel
+def test_check_tells_of_a_device_when_it_is_with_its_pod(kernel: Kernel, directory: Path) -> None:
+    """A device that a pod has taken along is still its pool's; no other pool is told that it is missing."""
+    make_veth("veth0")
+    write_config(directory, pool=["veth0"], other=["veth0"])
+    xdp = afxdpd.Xdp(kernel.bpffs)
+    with Pod() as pod, contextlib.closing(xdp.attach(afxdpd.Network().devices()["veth0"].ifindex, 1)) as attachment:
+        xdp.pin(attachment, "pool", "veth0")
+        pod.take("veth0")
+        result = run(directory, "--check")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        "afxdp/pool: primary mode, 0 devices",
+        "  has veth0: a pod has it",
+        "afxdp/other: primary mode, 0 devices",
+        "  passes over veth0: it is not in the host's network namespace",
+    ]
+
+
+def test_check_tells_of_subfunctions_when_the_pool_divides_devices() -> None:
+    """The report names each subfunction with its primary, and which ones pods have."""
+    config = afxdpd.get_plugin_config(ROOT / "examples" / "configs" / "cdq.json")
+    device = afxdpd.NetDevice(name="ens2f0", ifindex=7, driver="ice", bus="pci", pci="0000:81:00.0", queues=8)
+    allocated = {"ens2f0sf2": "small", "ens2f0sf4": "large"}
+    assert list(afxdpd.check_report(config, {"ens2f0": device}, FakeHost(), allocated)) == [
+        "afxdp/small: cdq mode, 2 devices",
+        "  takes ens2f0sf1: subfunction 1 of ens2f0",
+        "  takes ens2f0sf2: subfunction 2 of ens2f0; a pod has it",
+        "afxdp/large: cdq mode, 3 devices",
+        "  takes ens2f0sf3: subfunction 3 of ens2f0",
+        "  takes ens2f0sf4: subfunction 4 of ens2f0; a pod has it",
+        "  takes ens2f0sf5: subfunction 5 of ens2f0",
+    ]
+
+
+def test_check_passes_over_everything_when_a_rule_is_for_the_whole_pool() -> None:
+    """A pool that takes nothing on this node as a whole has one line that says why, and so has a file without pools."""
+    pool = afxdpd.PoolRules(
+        name="a", mode="primary", devices=(afxdpd.DeviceConfig(name="v"),), requires_unprivileged_bpf=True
+    )
+    assert list(afxdpd.check_report(afxdpd.PluginConfig(pools=(pool,)), {}, FakeHost(), {})) == [
+        "afxdp/a: primary mode, 0 devices",
+        "  passes over everything: requiresUnprivilegedBpf, and this node does not allow it",
+    ]
+    assert list(afxdpd.check_report(afxdpd.PluginConfig(pools=()), {}, FakeHost(), {})) == ["no pools"]
 
 
 # -- The host ----------------------------------------------------------------------------------------------------------
@@ -277,11 +421,25 @@ async def test_second_daemon_ends_with_4_when_the_first_one_runs(kernel: Kernel,
             assert second.stderr == (f"afxdpd: {directory}/uds: another afxdpd serves this directory; end it first\n")
         first.process.terminate()
         assert await first.ends() == 0
-        assert [line.partition(" INFO ")[2].strip() for line in first.log.removeprefix(before).splitlines()] == [
-            "SIGTERM: ending; pods keep their devices"
-        ]
+        lines = [line for line in first.log.removeprefix(before).splitlines() if " pod resources: " not in line]
+        assert [line.partition(" INFO ")[2].strip() for line in lines] == ["SIGTERM: ending; pods keep their devices"]
     async with daemon(directory) as third:
         await third.logs(WAITING.format(directory))
+
+
+@pytest.mark.kernel
+def test_program_ends_with_5_when_the_kind_network_cannot_be_made(kernel: Kernel, directory: Path) -> None:
+    """A device that has a name of the kind network and is something else is one line that says what to do."""
+    make_veth("afxdp-kind-br")
+    pool = {"name": "pool", "mode": "primary", "drivers": [{"name": "veth"}]}
+    (directory / "config.json").write_text(json.dumps({"pools": [pool], "kindCluster": True}))
+    result = run(directory, *paths_options(directory))
+    assert (result.returncode, result.stdout) == (5, "")
+    assert result.stderr == (
+        "afxdpd: the kind network cannot be made: afxdp-kind-br: a veth device has the bridge's name: "
+        "delete or rename it (see ip-link(8)), or set kindCluster to false\n"
+    )
+    assert set(afxdpd.Network().devices()) == {"lo", "afxdp-kind-br", "afxdp-kind-brp"}
 
 
 # -- Signals and the log -----------------------------------------------------------------------------------------------
@@ -347,3 +505,126 @@ async def test_kubelet_is_told_a_whole_path_when_the_socket_directory_is_given_a
         finally:
             process.kill()
             await process.wait()
+
+
+# -- Where the log goes ------------------------------------------------------------------------------------------------
+
+
+def with_keys(directory: Path, **keys: Any) -> None:
+    """Adds keys to the configuration."""
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
+
+
+@pytest.fixture
+def _logging_as_before() -> Iterator[None]:
+    """Undoes what the command line does to this process's logging."""
+    root, log = logging.getLogger(), logging.getLogger("afxdpd")
+    handlers, level = list(root.handlers), log.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    log.setLevel(level)
+
+
+@pytest.mark.kernel
+async def test_log_is_json_when_the_option_says_so(kernel: Kernel, directory: Path) -> None:
+    """With --log-format json each line is an object with time, level and message, from the first line to the last."""
+    with_keys(directory, logLevel="info", logLevl="debug")
+    async with daemon(directory, "--log-format", "json") as process:
+        await process.logs(json.dumps(WAITING.format(directory)) + "}")
+        process.process.terminate()
+        assert await process.ends() == 0
+    records = [json.loads(line) for line in process.log.splitlines()]
+    assert all(record.keys() == {"time", "level", "message"} for record in records)
+    assert {record["level"] for record in records} == {"info", "warning"}
+    assert all(
+        datetime.datetime.fromisoformat(record["time"]).utcoffset() == datetime.timedelta() for record in records
+    )
+    assert [record["time"] for record in records] == sorted(record["time"] for record in records)
+    messages = [record["message"] for record in records]
+    assert messages[0] == "logLevl: unknown key, ignored, did you mean logLevel?"
+    assert f"afxdpd {afxdpd.__version__}: afxdp/pool" in messages
+    assert WAITING.format(directory) in messages
+    assert messages[-1] == "SIGTERM: ending; pods keep their devices"
+
+
+@pytest.mark.usefixtures("_logging_as_before")
+def test_record_has_the_error_when_there_is_a_traceback(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback is in the field error of its line, and a text that is no UTF-8 does no harm."""
+    options = ["--config", str(directory / "config.json"), "--bpffs", str(directory), "--check"]
+    assert afxdpd.main([*options, "--log-format", "json"]) == 0
+    capsys.readouterr()
+    try:
+        raise ValueError("two\nlines")  # noqa: TRY301  as somebody's bug would
+    except ValueError:
+        logging.getLogger("afxdpd").exception("%s", 'it broke: "\ud800é"')
+    output = capsys.readouterr()
+    assert output.err == ""
+    (line,) = output.out.splitlines()
+    record = json.loads(line)
+    assert record.keys() == {"time", "level", "message", "error"}
+    assert (record["level"], record["message"]) == ("error", 'it broke: "\ud800é"')
+    assert record["error"].startswith("Traceback (most recent call last):\n")
+    assert record["error"].endswith("\nValueError: two\nlines")
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_log_is_in_the_file_when_the_configuration_names_one(
+    log_format: str, kernel: Kernel, directory: Path
+) -> None:
+    """The file below --log-dir, which is made, has what standard output has from when the configuration was read."""
+    with_keys(directory, logFile="afxdp-dp.log")
+    file = directory / "logs" / "deep" / "afxdp-dp.log"
+    waiting, text = WAITING.format(directory), ""
+    if log_format == "json":
+        waiting = json.dumps(waiting) + "}"
+    for _ in range(2):
+        async with daemon(directory, "--log-dir", str(file.parent), "--log-format", log_format) as process:
+            await process.logs(waiting)
+            process.process.terminate()
+            assert await process.ends() == 0
+        text += process.log
+    assert file.read_text() == text
+    assert text.count("ending; pods keep their devices") == 2
+    assert file.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.kernel
+async def test_log_goes_to_a_new_file_when_the_old_one_was_moved_away(kernel: Kernel, directory: Path) -> None:
+    """Whoever rotates the file need not tell the daemon."""
+    with_keys(directory, logFile="a.txt")
+    file = directory / "a.txt"
+    async with daemon(directory, "--log-dir", str(directory)) as process:
+        await process.logs(WAITING.format(directory))
+        file.rename(directory / "a.txt.1")
+        process.process.terminate()
+        assert await process.ends() == 0
+    assert file.read_text().endswith("SIGTERM: ending; pods keep their devices\n")
+    assert (directory / "a.txt.1").read_text() + file.read_text() == process.log
+
+
+@pytest.mark.parametrize(
+    ("log_dir", "why"),
+    [("config.json", "File exists"), ("config.json/logs", "Not a directory"), (".", "Is a directory")],
+)
+def test_program_ends_with_2_when_the_log_file_cannot_be_written(log_dir: str, why: str, directory: Path) -> None:
+    """A log file that cannot be written is one line that names it and the option; nothing else is done."""
+    with_keys(directory, logFile="kubelet.log")
+    (directory / "kubelet.log").mkdir()
+    place = directory / log_dir
+    result = run(directory, *paths_options(directory), "--log-dir", str(place))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == f"afxdpd: {place / 'kubelet.log'}: {why}: name another directory with --log-dir\n"
+    assert not (directory / "uds").exists()
+
+
+def test_log_file_is_not_made_when_the_configuration_is_checked(directory: Path) -> None:
+    """The option --check leaves nothing behind."""
+    with_keys(directory, logFile="a.log")
+    result = run(directory, "--check", "--log-dir", str(directory / "logs"), "--bpffs", str(directory))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert not (directory / "logs").exists()

@@ -377,11 +377,18 @@ async def test_pods_of_a_pool_are_served_when_it_is_not_configured_any_more(
             await kubelet.allocate(RESOURCE, ["afa0"])
             before = await in_thread(get_map_id, uds(short_path, "afa0"), "pod-x", "afa0")
         async with running_daemon(short_path, renamed=["afa0"]):
-            await kubelet.wait("afxdp/renamed", devices={"afa0": "Unhealthy"})
+            await kubelet.wait("afxdp/renamed", devices={})
+            await until(lambda: is_served(uds(short_path, "afa0")))
             assert await in_thread(get_map_id, uds(short_path, "afa0"), "pod-x", "afa0") == before
             await kubelet.pods(pod("other", {}))
             await kubelet.wait("afxdp/renamed", devices={"afa0": "Healthy"}, timeout=30)
             assert not (PINS / "pool").exists()
+
+
+def is_served(path: Path) -> bool:
+    """Whether somebody listens on a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        return sock.connect_ex(os.fspath(path)) == 0
 
 
 async def test_pods_user_keeps_its_access_when_the_configuration_has_another(kernel: Kernel, short_path: Path) -> None:

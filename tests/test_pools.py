@@ -41,9 +41,9 @@ from afxdpd import (
     PodFiles,
     PodResources,
     PodView,
-    PoolConfig,
     PoolDeviceInfo,
     PoolManager,
+    PoolRules,
     PoolScanner,
     RequestError,
     RpcError,
@@ -68,7 +68,7 @@ def config_of(**pools: tuple[str, ...]) -> PluginConfig:
     """Pools of named devices."""
     return PluginConfig(
         pools=tuple(
-            PoolConfig(name=pool, mode="primary", devices=tuple(DeviceConfig(name=name) for name in names))
+            PoolRules(name=pool, mode="primary", devices=tuple(DeviceConfig(name=name) for name in names))
             for pool, names in pools.items()
         )
     )
@@ -87,8 +87,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 def choose(config: PluginConfig, *devices: NetDevice) -> tuple[dict[str, list[str]], dict[str, dict[str, str]]]:
     """What choose_devices says, with names for devices."""
-    taken, passed = choose_devices(config, {device.name: device for device in devices})
-    return {pool: [device.name for device in found] for pool, found in taken.items()}, passed
+    pools, passed = choose_devices(config, {device.name: device for device in devices}, FakeHost())
+    return {pool.name: list(pool.devices) for pool in pools}, passed
 
 
 def test_choose_takes_devices_when_they_are_named_and_there() -> None:
@@ -137,7 +137,7 @@ def test_choose_takes_a_device_when_it_carries_a_program() -> None:
 async def test_scanner_notifies_when_devices_come_and_go(tmp_path: Path) -> None:
     """Each pool is a device type with what the host has of its devices, and a pool without any is an empty type."""
     network, notifier = FakeNetwork(), Notifier()
-    scanner = PoolScanner(config_of(a=("veth0",), b=("veth1",)), network, sysfs=tmp_path)
+    scanner = PoolScanner(config_of(a=("veth0",), b=("veth1",)), network, FakeHost(), sysfs=tmp_path)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(scanner.scan, notifier)
         assert await notifier.wait_changed() == {"a": {}, "b": {}}
@@ -153,7 +153,7 @@ async def test_scanner_notifies_when_devices_come_and_go(tmp_path: Path) -> None
 def test_scanner_logs_a_device_once_when_it_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Why a device was passed over goes to the log, and again only when the reason is another."""
     caplog.set_level(logging.INFO, "afxdpd")
-    scanner = PoolScanner(config_of(pool=("veth0",)), FakeNetwork(), sysfs=tmp_path)
+    scanner = PoolScanner(config_of(pool=("veth0",)), FakeNetwork(), FakeHost(), sysfs=tmp_path)
     for device in (net("veth1"), net("veth1"), net("veth0", master=3), net("veth0", master=4), net("veth0")):
         scanner.tree({device.name: device})
     scanner.tree({})  # the device is in a pod now: that is the pool's to tell
@@ -222,7 +222,7 @@ class Bench:
 
     def __init__(self, directory: Path, **settings: Any) -> None:
         (config,) = config_of(pool=NAMES).pools
-        self.config = PluginConfig(pools=(PoolConfig(**{**_fields(config), **settings}),))
+        self.config = PluginConfig(pools=(PoolRules(**{**_fields(config), **settings}),))
         self.directory = directory
         self.uds = directory / "uds" / "pool"
         (directory / "kubelet" / "device-plugins").mkdir(parents=True)
@@ -230,13 +230,20 @@ class Bench:
         self.xdp = FakeXdp(directory / "kernel", self.network)
         self.host = FakeHost()
         self.pod_resources = FakePodResources()
-        self.scanner = PoolScanner(self.config, self.network, sysfs=directory / "sys")
+        self.scanner = PoolScanner(
+            self.config,
+            self.network,
+            self.host,
+            allocated=lambda: dict.fromkeys(self.pool.allocated(), "pool"),
+            sysfs=directory / "sys",
+        )
         self.pool = self.new_pool()
 
-    def new_pool(self, pod_resources: PodResources | None = None) -> PoolManager:
+    def new_pool(self, pod_resources: PodResources | None = None, *, retired: bool = False) -> PoolManager:
         """Another daemon's pool on the same machine."""
         return PoolManager(
             self.config.pools[0],
+            retired=retired,
             xdp=self.xdp,
             host=self.host,
             pod_resources=pod_resources or self.pod_resources,
@@ -308,7 +315,7 @@ class Bench:
             return await session.ask_map(device or name)
 
 
-def _fields(config: PoolConfig) -> dict[str, Any]:
+def _fields(config: PoolRules) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__struct_fields__}
 
 
@@ -509,9 +516,9 @@ async def test_allocate_names_a_variable_after_the_pool_when_the_name_has_other_
     assert replace_name(bench.config.pools[0], "my-pool.2").environment_name == "AFXDP_DEVICES_MY_POOL_2"
 
 
-def replace_name(config: PoolConfig, name: str) -> PoolConfig:
+def replace_name(config: PoolRules, name: str) -> PoolRules:
     """The same pool under another name."""
-    return PoolConfig(**{**_fields(config), "name": name})
+    return PoolRules(**{**_fields(config), "name": name})
 
 
 async def test_allocate_pins_and_listens_when_it_answers(bench: Bench) -> None:
@@ -775,7 +782,7 @@ async def test_connect_is_accepted_without_a_question_when_the_owner_is_known(be
     """Who holds a device is asked once, however often its pod connects; Allocate has hurried to know it by then."""
     async with bench.running("veth0"):
         await bench.allocate(["veth0"])
-        assert bench.pod_resources.hurried == 1
+        assert bench.pod_resources.hurried == 2  # at the start, and after Allocate
         bench.owned("veth0")
         for _ in range(3):
             await bench.get_map("veth0")
@@ -913,9 +920,10 @@ async def test_device_is_prepared_afresh_when_it_is_released_in_the_host(bench: 
         async with connected(bench.path("veth0")) as session:
             assert await session.ask(b"/connect,pod-x") == b"/host_ok"
             old_map = await session.ask_map("veth0")
+            hurried = bench.pod_resources.hurried
             bench.show()
             bench.show("veth0")
-            assert bench.pod_resources.hurried == 2
+            assert bench.pod_resources.hurried == hurried + 1
             release(bench)
             assert await session.is_over()
         await eventually(lambda: ("renew", 10) in bench.xdp.calls)
@@ -1029,14 +1037,10 @@ async def test_pool_groups_devices_by_owner_when_it_has_restored_them(bench: Ben
                 assert (await bench.get_map(name, other) is not None) == (other in others)
 
 
-async def test_pool_hurries_to_know_owners_when_it_has_restored_devices(bench: Bench) -> None:
-    """With allocated devices kubelet is asked at the start; without any it is left alone."""
+async def test_pool_hurries_to_know_owners_when_it_starts(bench: Bench) -> None:
+    """At the start kubelet is asked: what pods have is not all pinned."""
     async with bench.running("veth0"):
-        assert bench.pod_resources.hurried == 0
-        await bench.allocate(["veth0"])
-    bench.pool = bench.new_pool()
-    async with bench.running("veth0"):
-        assert bench.pod_resources.hurried == 2
+        assert bench.pod_resources.hurried == 1
 
 
 async def test_pool_gives_a_fresh_map_when_a_restored_device_is_taken_over(bench: Bench) -> None:
@@ -1132,7 +1136,7 @@ async def test_pool_restores_its_devices_when_it_has_crashed(
         kubelet_dir=short_path / "kubelet",
     )
     bench.network.show(net("veth0"), net("veth7"))
-    scanner = PoolScanner(config, bench.network, sysfs=short_path)
+    scanner = PoolScanner(config, bench.network, bench.host, sysfs=short_path)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(Manager("afxdp", scanner, make_server=pools.__getitem__).run)
         await eventually(bench.ready("veth0"))
@@ -1163,23 +1167,20 @@ async def test_leftover_is_served_when_its_pool_is_configured_no_more(bench: Ben
     async with bench.running("veth0", "veth1"):
         await bench.allocate(["veth0"], ["veth1"])
         bench.show()
-    bench.pool = bench.new_pool()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(bench.pool.run_leftover, bench.network)
+    bench.pool = bench.new_pool(retired=True)
+    async with bench.running(prepared=False):
         await eventually(bench.ready("veth0", "veth1"))
         bench.owned("veth0")
         assert await bench.get_map("veth0") == bench.xdp.pins["pool", "veth0"]["xsks_map"].name
         release(bench)
         assert bench.xdp.pinned_devices("pool") == ["veth0", "veth1"]
-        bench.network.show(net("veth0"))
-        await eventually(lambda: bench.pool.devices["veth0"].net is not None)
+        bench.show("veth0")
         release(bench, "veth1")
         assert bench.xdp.pinned_devices("pool") == ["veth1"]
         bench.xdp.destroy(11)
         release(bench)
-        with trio.fail_after(TIMEOUT):
-            while nursery.child_tasks:
-                await trio.lowlevel.checkpoint()
+        assert bench.pool.devices == {}
+        assert bench.pool.listed() == {}
     assert bench.xdp.pins == {}
     assert bench.xdp.descriptors() == []
 

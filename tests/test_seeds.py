@@ -12,21 +12,35 @@ from typing import Any
 
 import pytest
 import trio
+from fakes import FakeDevlink, FakeEthtool, FakeHost, FakeNetwork, FakePodResources, FakeXdp
 from kubelet import Kubelet, KubeletError, running_kubelet
 
 import afxdpd
 from afxdpd import (
     HEALTHY,
     UNHEALTHY,
+    ConfigError,
     DeviceInfo,
     DeviceTree,
     EndpointBusyError,
+    GrpcServer,
     Manager,
+    NetDevice,
+    Network,
     Notifier,
+    PluginConfig,
+    PoolConfig,
+    PoolDeviceInfo,
+    PoolManager,
+    UdsServer,
     UseDefaultMethodError,
+    Xdp,
+    get_plugin_config,
+    get_pool_configs,
     new_device_info,
     new_device_info_with_topology_hints,
     new_device_tree,
+    new_pool_manager,
 )
 from afxdpd_proto import deviceplugin_pb2 as api
 
@@ -508,3 +522,204 @@ async def test_allocate_fails_when_the_plugin_answers_too_little(short_path: Pat
     async with node(Short(demo={"a": DeviceInfo()}), short_path) as kubelet:
         with pytest.raises(KubeletError, match="allocate answered 0 of 1 containers"):
             await kubelet.allocate(RESOURCE, ["a"])
+
+
+# -- The AF_XDP plugin, name by name -----------------------------------------------------------------------------------
+
+CONFIG = """{
+    "logFile": "afxdp-dp.log",
+    "logLevel": "debug",
+    "pools": [{
+        "name": "pool",
+        "mode": "primary",
+        "udsTimeout": 60,
+        "udsFuzz": true,
+        "uid": 1500,
+        "requiresUnprivilegedBpf": true,
+        "ethtoolCmds": ["-K -device- gro off"],
+        "devices": [{"name": "veth0"}, {"name": "veth1"}]
+    }]
+}"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A configuration with something for each field of the structs."""
+    file = tmp_path / "config.json"
+    file.write_text(CONFIG)
+    return file
+
+
+@pytest.fixture
+def network() -> FakeNetwork:
+    """A host with a device of the pool, and another one."""
+    network = FakeNetwork()
+    network.show(NetDevice(name="veth0", ifindex=10), NetDevice(name="veth9", ifindex=19))
+    return network
+
+
+def test_plugin_config(config_file: Path) -> None:
+    """It holds what is said of the plugin as a whole: where it logs to, and how much."""
+    config = get_plugin_config(config_file)
+    assert isinstance(config, PluginConfig)
+    assert (config.log_file, config.log_level) == ("afxdp-dp.log", "debug")
+
+
+def test_get_plugin_config(config_file: Path) -> None:
+    """It reads the file, and what is wrong there is one error that names the file."""
+    assert get_plugin_config(str(config_file)) == get_plugin_config(config_file)
+    config_file.write_text("{")
+    with pytest.raises(ConfigError, match=str(config_file)):
+        get_plugin_config(config_file)
+
+
+def test_pool_config(config_file: Path, network: FakeNetwork) -> None:
+    """It holds what is said of a pool, and the devices that the pool has on this host."""
+    host = FakeHost()
+    host.unprivileged_bpf = True
+    (config,) = get_pool_configs(config_file, network, host)
+    assert isinstance(config, PoolConfig)
+    assert (config.name, config.mode) == ("pool", "primary")
+    assert config.devices == {"veth0": network.devices()["veth0"]}
+    assert config.filters == config.ethtool_cmds == ("-K -device- gro off",)
+    assert (config.uds_server_disable, config.uds_timeout, config.uds_fuzz) == (False, 60, True)
+    assert (config.requires_unprivileged_bpf, config.uid) == (True, 1500)
+
+
+def test_get_pool_configs(config_file: Path, network: FakeNetwork) -> None:
+    """What the host cannot do counts: this pool takes nothing without unprivileged BPF. A wrong file is an error."""
+    (config,) = get_pool_configs(config_file, network, FakeHost())
+    assert config.devices == {}
+    config_file.write_text('{"pools": [{}]}')
+    with pytest.raises(ConfigError, match=r"pools\[0\]\.name: is missing"):
+        get_pool_configs(config_file, network, FakeHost())
+
+
+def test_new_pool_manager(network: FakeNetwork) -> None:
+    """It makes a pool in the usual places, with the real handlers; nothing runs and nothing is touched yet."""
+    pool = new_pool_manager(PoolConfig(name="pool", mode="primary", devices=network.devices()))
+    assert isinstance(pool, PoolManager)
+    assert isinstance(pool.bpf_handler, Xdp)
+    assert isinstance(pool.net_handler, Network)
+    assert pool.dp_api_socket == Path("/var/lib/kubelet/device-plugins/afxdp-pool.sock")
+    assert not pool.registered
+
+
+@asynccontextmanager
+async def pool_at_work(directory: Path, **settings: Any) -> AsyncIterator[tuple[PoolManager, Kubelet]]:
+    """A pool of veth0 and veth1 without a Manager, started in a nursery, at a kubelet; stopped in the end."""
+    network = FakeNetwork()
+    network.show(*(NetDevice(name=f"veth{number}", ifindex=10 + number) for number in range(2)))
+    pool = PoolManager(
+        PoolConfig(name="pool", mode="primary", devices=network.devices(), **settings),
+        xdp=FakeXdp(directory / "kernel", network),
+        host=FakeHost(),
+        network=network,
+        devlink=FakeDevlink(network),
+        ethtool=FakeEthtool(),
+        pod_resources=FakePodResources(),
+        uds_dir=directory / "uds",
+        kubelet_dir=directory / "kubelet",
+    )
+    async with running_kubelet(directory / "kubelet") as kubelet, trio.open_nursery() as nursery:
+        pool.start(nursery)
+        await kubelet.wait("afxdp/pool", devices={"veth0": HEALTHY, "veth1": HEALTHY})
+        yield pool, kubelet
+        await pool.stop()
+
+
+async def test_pool_manager(short_path: Path) -> None:
+    """Each field of the struct is there: what is said of the pool, what it has, how it serves, and its handlers."""
+    commands = ("-K -device- gro off",)
+    settings = {"uds_timeout": 60, "uds_fuzz": True, "uid": 1500, "ethtool_cmds": commands}
+    async with pool_at_work(short_path, **settings) as (pool, _):
+        assert (pool.name, pool.mode, sorted(pool.devices)) == ("pool", "primary", ["veth0", "veth1"])
+        assert pool.dp_api_socket == short_path / "kubelet" / "device-plugins" / "afxdp-pool.sock"
+        assert pool.dp_api_endpoint == "afxdp-pool.sock"
+        assert isinstance(pool.dp_api_server, GrpcServer)
+        assert (pool.uds_server_disable, pool.uds_timeout, pool.uds_fuzz, pool.uid) == (False, 60, True, 1500)
+        assert (pool.device_prefix, pool.ethtool_filters) == ("afxdp", commands)
+        assert pool.server_factory is UdsServer
+        assert isinstance(pool.bpf_handler, FakeXdp)
+        assert isinstance(pool.net_handler, FakeNetwork)
+        update = pool.update_signal
+        assert not update.is_set()
+        pool.update({})
+        assert update.is_set()
+        assert pool.devices == {}
+        assert not pool.update_signal.is_set()
+    assert pool.dp_api_server is None
+
+
+async def test_pool_manager_server_factory(short_path: Path) -> None:
+    """What makes the sockets of allocated devices can be replaced in one pool."""
+    made = []
+
+    class OwnServer(UdsServer):
+        pass
+
+    async with pool_at_work(short_path) as (pool, kubelet):
+
+        def factory(*arguments: Any, **options: Any) -> UdsServer:
+            made.append(OwnServer(*arguments, **options))
+            return made[-1]
+
+        pool.server_factory = factory
+        await kubelet.allocate("afxdp/pool", ["veth0"])
+        assert pool.devices["veth0"].server is made[0]
+        assert made[0].path.is_socket()
+
+
+async def test_pool_manager_allocate(short_path: Path) -> None:
+    """kubelet gets what the container needs, and names that no device has are refused."""
+    async with pool_at_work(short_path) as (pool, kubelet):
+        (answer,) = await kubelet.allocate("afxdp/pool", ["veth1"])
+        assert answer["envs"] == {"AFXDP_DEVICES_POOL": "veth1"}
+        assert [mount["container_path"] for mount in answer["mounts"]] == ["/tmp/afxdp_dp/veth1"]
+        assert pool.allocated() == ["veth1"]
+        with pytest.raises(KubeletError, match="veth9") as refusal:
+            await kubelet.allocate("afxdp/pool", ["veth9"])
+        assert refusal.value.code == "NOT_FOUND"
+
+
+async def test_pool_manager_get_device_plugin_options(short_path: Path) -> None:
+    """Both optional methods are announced."""
+    async with pool_at_work(short_path) as (_, kubelet):
+        assert all((await kubelet.options("afxdp/pool")).values())
+
+
+async def test_pool_manager_get_preferred_allocation(short_path: Path) -> None:
+    """kubelet is advised."""
+    async with pool_at_work(short_path) as (_, kubelet):
+        assert await kubelet.preferred("afxdp/pool", ["veth1", "veth0"], 1) == ["veth0"]
+
+
+async def test_pool_manager_list_and_watch(short_path: Path) -> None:
+    """kubelet is told when a device goes."""
+    async with pool_at_work(short_path) as (pool, kubelet):
+        pool.update({"veth0": PoolDeviceInfo(net=NetDevice(name="veth0", ifindex=10))})
+        await kubelet.wait("afxdp/pool", devices={"veth0": HEALTHY})
+
+
+async def test_pool_manager_pre_start_container(short_path: Path) -> None:
+    """Before each start of a container what it has is made sure of."""
+    async with pool_at_work(short_path) as (pool, kubelet):
+        await kubelet.allocate("afxdp/pool", ["veth0"])
+        server = pool.devices["veth0"].server
+        assert server is not None
+        server.path.unlink()
+        await kubelet.prestart("afxdp/pool", ["veth0"])
+        assert server.path.is_socket()
+
+
+async def test_pool_manager_start_and_stop(short_path: Path) -> None:
+    """It runs in a nursery of the caller's from start to stop, which leaves no socket but what a pod has."""
+    async with pool_at_work(short_path) as (pool, kubelet):
+        await kubelet.allocate("afxdp/pool", ["veth0"])
+        assert not pool.stopped
+        await pool.stop()
+        assert pool.stopped
+        await kubelet.wait("afxdp/pool", streams_open=0)
+        assert not pool.dp_api_socket.exists()
+        assert (short_path / "uds" / "pool" / "veth0").is_dir()
+        await pool.stop()
