@@ -748,9 +748,7 @@ class Xdp:
         directory = self._directory(pool, device)
         fds: list[Fd] = []
         try:
-            for name in ("link", MAP_NAME):
-                path = directory / name
-                fds.append(Fd(_check(lib.uds_obj_get(os.fsencode(path)), str(path))))
+            fds.extend(self._open_pin(directory / name) for name in ("link", MAP_NAME))
             attachment = self._describe(fds[0], fds[1], None)
         except OSError:
             for fd in fds:
@@ -762,6 +760,18 @@ class Xdp:
         attachment.pinned = True
         attachment.handed_out = True  # by whoever pinned it, for all we know
         return attachment
+
+    @staticmethod
+    def _open_pin(path: Path) -> Fd:
+        fd = lib.uds_obj_get(os.fsencode(path))
+        if fd == -errno.EACCES:  # it is the pod's user's: CAP_CHOWN, which has made it so, lets us in again
+            user = path.stat().st_uid
+            os.chown(path, os.geteuid(), -1)
+            try:
+                fd = lib.uds_obj_get(os.fsencode(path))
+            finally:
+                os.chown(path, user, -1)
+        return Fd(_check(fd, str(path)))
 
     def _directory(self, *names: str) -> Path:
         # bpffs refuses names with a dot.
@@ -876,7 +886,10 @@ class Host:
         except OSError as exc:
             if exc.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
-            os.chown(path, uid, -1)
+            if path.is_dir():
+                path.chmod(0o711)  # we have to get in ourselves: what is in it is the user's, and nobody else's
+            else:
+                os.chown(path, uid, -1)
 
     def user_of(self, path: Path) -> int:
         """The user that `grant` gave access to a file; 0 for none, or if the file is not there."""
@@ -3634,11 +3647,13 @@ class Allocation:
         options: What was said of the pool then.
         since: trio's time of the Allocate, or of this daemon's start for an older one.
         restored: Whether it is older than this daemon, so that what belongs together is known only by its owner.
+        hearsay: Whether only kubelet knows of it, as after a reboot: what was set on its devices may be gone.
     """
 
     options: PoolOptions
     since: float
     restored: bool = False
+    hearsay: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -3657,6 +3672,7 @@ class PoolDevice:
         reason: Why the last work on it failed.
         working: While somebody works on it: set at the end.
         wanted: How many requests are about to take it: then it is not forgotten.
+        free_since: trio's time of its last release.
         hold_until: trio's time before which nothing is made of it: the CNI is at work on it.
         missed, missed_since, missed_empty: Answers of kubelet in a row that did not list it, trio's time of the first
             of them, and whether they listed no pod at all.
@@ -3673,6 +3689,7 @@ class PoolDevice:
     reason: str = ""
     working: trio.Event | None = None
     wanted: int = 0
+    free_since: float = -math.inf
     hold_until: float = -math.inf
     missed: int = 0
     missed_since: float = 0.0
@@ -3855,9 +3872,9 @@ class UdsServer:
                 self._end_connection(connection)
                 self._say(logging.WARNING, "%d connections are open, further ones are refused", SESSIONS_MAX)
 
-    async def _serve_session(self, connection: socket.socket) -> None:
+    async def _serve_session(self, connection: socket.socket, connected: bool = False) -> None:
         try:
-            await self._converse(connection)
+            await self._converse(connection, connected)
         except trio.TooSlowError:
             self._say(logging.WARNING, "connection closed: the pod does not read")
         except OSError as exc:
@@ -3881,7 +3898,7 @@ class UdsServer:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             async with trio.open_nursery() as nursery:
                 self._sessions += 1
-                nursery.start_soon(self._serve_session, own)
+                nursery.start_soon(self._serve_session, own, True)
                 with contextlib.suppress(OSError):  # the server has closed the connection, and says why
                     for _ in range(FUZZ_REQUESTS):
                         files = [pod.fileno()] * chance.choice((0, 0, 0, 1, 2))
@@ -3920,8 +3937,7 @@ class UdsServer:
         elif self._said == LINES_MAX + 1:
             log.warning("%s: further lines about its pod in this minute are left out", self._name)
 
-    async def _converse(self, connection: socket.socket) -> None:
-        connected = False
+    async def _converse(self, connection: socket.socket, connected: bool) -> None:
         while True:
             await self._files.wait_room()
             packet = await _receive_packet(connection, self._idle_timeout)
@@ -3990,7 +4006,16 @@ def random_request(chance: random.Random) -> bytes:
     """A packet that means something, almost something or nothing; for tests. It never ends the conversation."""
     verbs = ("/connect", "/version", "/xsk_map_fd", "/config_busy_poll", "", "/", "connect", "/host_ok")
     verb = chance.choice(verbs)
-    fields = ["".join(chance.choices("ab7-, \0\x7fé/", k=chance.randrange(40))) for _ in range(chance.randrange(4))]
+    fields = [
+        chance.choice(
+            (
+                str(chance.randrange(-9, 99_999)),
+                "".join(chance.choices("ab7-", k=8)),
+                "".join(chance.choices("ab7-, \0\x7fé/", k=chance.randrange(40))),
+            )
+        )
+        for _ in range(chance.randrange(4))
+    ]
     packet = ",".join([verb, *fields]).encode("latin-1" if chance.random() < 0.2 else "utf-8")
     if chance.random() < 0.1:
         packet += chance.randbytes(chance.randrange(2 * REQUEST_MAX))
@@ -4275,6 +4300,7 @@ class PoolManager(ResourceServer):
     def _restore(self) -> None:
         """Begins with the pins: what is pinned is allocated. The rest kubelet knows; see _adopt."""
         now = trio.current_time()
+        kept = set()
         self._adopted = False
         for device in self.devices.values():
             device.allocation, device.server, device.owners = None, None, ()
@@ -4282,8 +4308,12 @@ class PoolManager(ResourceServer):
             try:
                 attachment = self.bpf_handler.open_pinned(self.name, name)
             except OSError as exc:
-                log.info("%s: %s: what was left of it is removed: %s", self.resource, name, exc.strerror)
-                self._unpin(name)
+                if exc.errno in (*OUT_OF_RESOURCES, errno.EACCES, errno.EPERM):
+                    log.warning("%s: %s: what is pinned cannot be opened, and stays: %s", self.resource, name, exc)
+                    kept.add(name)
+                else:
+                    log.info("%s: %s: what was left of it is removed: %s", self.resource, name, exc.strerror)
+                    self._unpin(name)
                 continue
             device = self.devices.setdefault(name, PoolDevice(name))
             device.attachment = attachment
@@ -4292,10 +4322,10 @@ class PoolManager(ResourceServer):
                 self._hand_over(device, Allocation(self._restored_options(name), since=now, restored=True))
             except OSError as exc:
                 self._fail(device, exc)
-        allocated = {name for name, device in self.devices.items() if device.allocation}
+        kept.update(self.allocated())
         if self._uds_dir.is_dir():
             for entry in self._uds_dir.iterdir():
-                if entry.name not in allocated:
+                if entry.name not in kept:
                     shutil.rmtree(entry, ignore_errors=True)
         self._pod_resources.hurry()
         for device in list(self.devices.values()):
@@ -4627,12 +4657,15 @@ class PoolManager(ResourceServer):
         allocation = Allocation(self._options, since=trio.current_time())
         with self._wanted(dict.fromkeys(request.devices_ids)) as devices:
             for device in devices.values():
+                forgotten = device.allocation is None or device.allocation.hearsay
                 if device.allocation is not None:
                     await self._work_on(device)
                 else:  # forgotten, as after a reboot; kubelet knows better
                     await self._make_ready(device)
                     self._hand_over(device, allocation)
                     log.info("%s: %s: allocated, as kubelet says", self.resource, device.name)
+                if forgotten and device.net is not None and not self._undo.is_due(device.name):
+                    await self._run_ethtool(device)
                 if device.reason:
                     raise RequestError(
                         f"{self.resource}: {device.name}: {device.reason}; delete the pod to have it made again",
@@ -4694,7 +4727,9 @@ class PoolManager(ResourceServer):
         user = options.uid
         pinned_map = self.bpf_handler.pinned_map(self.name, device.name)
         if allocation.restored:
-            user = self._host.user_of(self._uds_dir / device.name) or self._host.user_of(pinned_map) or user
+            user = (
+                self._host.user_of(self._uds_dir / device.name / SOCKET_NAME) or self._host.user_of(pinned_map) or user
+            )
         if device.attachment is not None and options.has_program:
             if not self.bpf_handler.is_pinned(device.attachment, self.name, device.name):
                 self.bpf_handler.pin(device.attachment, self.name, device.name)
@@ -4731,7 +4766,7 @@ class PoolManager(ResourceServer):
         self._unpin(device.name)
         if device.attachment is not None:
             device.attachment.pinned = False
-        device.allocation, device.owners = None, ()
+        device.allocation, device.owners, device.free_since = None, (), trio.current_time()
         self._released()
 
     async def let_go(self, name: str) -> bool:
@@ -4808,7 +4843,7 @@ class PoolManager(ResourceServer):
 
     def _reconcile(self, view: PodView) -> bool:
         """Compares the allocations with what kubelet says; returns whether there are any."""
-        if not self._adopted:
+        if not view.empty:
             self._adopted = True
             self._adopt(view)
         joined: dict[tuple[Owner, ...], Allocation] = {}
@@ -4826,20 +4861,20 @@ class PoolManager(ResourceServer):
                 if allocation.restored and not device.owners:
                     device.allocation = joined.setdefault(owners, allocation)
                 device.owners = owners
-        return any(device.allocation for device in self.devices.values())
+        return not self._adopted or any(device.allocation for device in self.devices.values())
 
     def _adopt(self, view: PodView) -> None:
         """Takes over what pods have without a pin that says so: after a reboot of the node, or in a raw pool."""
         for name in [name for resource_name, name in view.owners if resource_name == self.resource]:
             device = self.devices.get(name)
-            if device is not None and (device.allocation or device.wanted):
-                continue
-            if device is None and self._options.has_program:
-                continue  # it is away; PreStartContainer is going to speak of it
             if device is None:
+                if self._options.has_program:
+                    continue  # it is away; PreStartContainer is going to speak of it
                 device = self.devices[name] = PoolDevice(name)
+            elif device.allocation or device.wanted or view.asked_at <= max(device.free_since, device.hold_until):
+                continue
             log.info("%s: %s: still allocated, says kubelet", self.resource, name)
-            device.allocation = Allocation(self._options, since=view.asked_at, restored=True)
+            device.allocation = Allocation(self._options, since=view.asked_at, restored=True, hearsay=True)
             self._settle(device, news=True)
 
     def _miss(self, device: PoolDevice, allocation: Allocation, view: PodView) -> None:
