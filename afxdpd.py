@@ -1338,6 +1338,9 @@ class KindNetwork:
 class DevlinkHandler(Protocol):
     """What the pools need of devlink; `Devlink` is the real one, tests hand in another."""
 
+    def exists(self, pci: str, number: int) -> bool:
+        """See Devlink.exists."""
+
     def add(self, pci: str, number: int) -> None:
         """See Devlink.add."""
 
@@ -1370,6 +1373,10 @@ class Devlink:
     def __init__(self, program: str = "devlink", sysfs: Path = SYSFS) -> None:
         self._program = program
         self._sysfs = sysfs
+
+    def exists(self, pci: str, number: int) -> bool:
+        """Whether there is an SF with this number, wherever its network device is."""
+        return self._find(pci, number) is not None
 
     def add(self, pci: str, number: int) -> None:
         """Makes an SF where there is none with this number, and activates it. Its network device may come later.
@@ -3671,6 +3678,9 @@ class PoolDevice:
         server: The socket of the allocation.
         reason: Why the last work on it failed.
         working: While somebody works on it: set at the end.
+        leaving: While the pool is letting go of it: set when nothing of the pool is on it.
+        known: Whether it was allocated, or about to be, since this daemon has started.
+        kept: Whether the pool keeps it, whatever the configuration says: a pod has it, or has left something on it.
         wanted: How many requests are about to take it: then it is not forgotten.
         free_since: trio's time of its last release.
         hold_until: trio's time before which nothing is made of it: the CNI is at work on it.
@@ -3688,6 +3698,9 @@ class PoolDevice:
     server: UdsServer | None = None
     reason: str = ""
     working: trio.Event | None = None
+    leaving: trio.Event | None = None
+    known: bool = False
+    kept: bool = False
     wanted: int = 0
     free_since: float = -math.inf
     hold_until: float = -math.inf
@@ -4141,7 +4154,8 @@ class PoolManager(ResourceServer):
         uds_dir: Where the directories are that pods mount.
         kubelet_dir: See ResourceServer.
         retired: Whether it only serves the pods that it has; see reconfigure.
-        released: Is called when a device is its pod's no more.
+        released: Is called when a device is its pod's no more, and nothing of the pod is left on it.
+        detaching: Shared by the pools: names of devices that one of them is letting go of, and when it has.
 
     Attributes:
         config: What is said of it now; None where it is configured no more.
@@ -4166,6 +4180,7 @@ class PoolManager(ResourceServer):
         kubelet_dir: Path = KUBELET_DIR,
         retired: bool = False,
         released: Callable[[], None] = lambda: None,
+        detaching: dict[str, trio.Event] | None = None,
     ) -> None:
         super().__init__(NAMESPACE, config.name, plugin=self, kubelet_dir=kubelet_dir)
         self.name = config.name
@@ -4181,11 +4196,13 @@ class PoolManager(ResourceServer):
         self._uds_dir = uds_dir / config.name
         self._undo = EthtoolUndo(uds_dir / ".ethtool" / config.name)
         self._released = released
+        self._detaching = {} if detaching is None else detaching
         self._nursery: trio.Nursery | None = None
         self._retired = retired
         self._retired_changed = trio.Event()
         self._adopted = False
         self._listed: dict[str, DeviceInfo] = {}
+        self._held: dict[str, float] = {}  # device name → trio's time before which nothing is made of it
         self._due: dict[str, float] = {}  # device name → trio's time from which it may be prepared
         self._due_changed = trio.Event()
         if isinstance(config, PoolConfig):
@@ -4209,6 +4226,7 @@ class PoolManager(ResourceServer):
             changed, self._retired_changed = self._retired_changed, trio.Event()
             changed.set()
         self._options = options or self._options
+        self.update(self._devices)  # also what was forgotten when it was retired
         for device in list(self.devices.values()):
             self._settle(device, news=True)
 
@@ -4296,6 +4314,7 @@ class PoolManager(ResourceServer):
                 if device.attachment is not None:
                     device.attachment.close()
                 device.attachment = device.working = None
+                self._has_left(device)
 
     def _restore(self) -> None:
         """Begins with the pins: what is pinned is allocated. The rest kubelet knows; see _adopt."""
@@ -4303,7 +4322,7 @@ class PoolManager(ResourceServer):
         kept = set()
         self._adopted = False
         for device in self.devices.values():
-            device.allocation, device.server, device.owners = None, None, ()
+            device.allocation, device.server, device.owners, device.known = None, None, (), False
         for name in self.bpf_handler.pinned_devices(self.name):
             try:
                 attachment = self.bpf_handler.open_pinned(self.name, name)
@@ -4344,6 +4363,7 @@ class PoolManager(ResourceServer):
 
     def update(self, devices: Mapping[str, DeviceInfo]) -> None:
         """Takes over what is in the host namespace, or can be made there."""
+        self._devices = devices
         for name, device in list(self.devices.items()):
             if name not in devices:
                 if device.net is not None:
@@ -4351,10 +4371,13 @@ class PoolManager(ResourceServer):
                 device.net = None
                 if device.allocation is None:
                     device.subfunction = None
+                    if device.leaving is None:
+                        device.leaving = self._detaching[name] = trio.Event()
                 self._settle(device)
         for name, info in devices.items():
             assert isinstance(info, PoolDeviceInfo)
-            device = self.devices.setdefault(name, PoolDevice(name))
+            device = self.devices.setdefault(name, PoolDevice(name, hold_until=self._held.get(name, -math.inf)))
+            self._has_left(device)
             if device.net != info.net or (info.subfunction and device.subfunction != info.subfunction):
                 if device.allocation and device.net is None and info.net is not None:
                     log.info("%s: %s: back in the host namespace", self.resource, name)
@@ -4372,10 +4395,16 @@ class PoolManager(ResourceServer):
         """Names of the devices that pods have."""
         return [name for name, device in self.devices.items() if device.allocation is not None]
 
+    def kept(self) -> list[str]:
+        """Names of the devices that are its own whatever the configuration says; see PoolDevice."""
+        return [name for name, device in self.devices.items() if device.kept]
+
     def _info(self, device: PoolDevice) -> DeviceInfo:
         """What kubelet gets to know of a device."""
         reason = device.reason
-        prepared = device.attachment is not None or device.subfunction is not None or not self._options.has_program
+        # While the CNI is at work on it, an Allocate waits: better than a pod that is not admitted.
+        held = trio.current_time() < device.hold_until
+        prepared = held or device.attachment or device.subfunction or not self._options.has_program
         if not reason and device.allocation is None and not prepared:
             reason = "not prepared yet"
         return DeviceInfo(state=UNHEALTHY if reason else HEALTHY, reason=reason, topology=device.topology)
@@ -4393,7 +4422,9 @@ class PoolManager(ResourceServer):
         unwanted = self._retired and self._nursery is not None and not self._is_left_behind(device)
         if device.allocation is None and (gone or unwanted):
             if device.attachment is not None and self._nursery is not None:
-                self._nursery.start_soon(_close_in_thread, device.attachment)
+                self._nursery.start_soon(self._detach, device)
+            else:
+                self._has_left(device)
             self.devices.pop(device.name, None)
             self._due.pop(device.name, None)
         elif self._needs_work(device):
@@ -4406,16 +4437,39 @@ class PoolManager(ResourceServer):
             if info is not None:
                 self._listed[device.name] = info
             self.announce()
+        if device.kept and device.allocation is None and not self._is_left_behind(device):
+            device.kept = False
+            self._released()
+
+    async def _detach(self, device: PoolDevice) -> None:
+        try:
+            await self._drop_attachment(device)
+        finally:
+            self._has_left(device)
+
+    def _has_left(self, device: PoolDevice) -> None:
+        """Lets other pools attach to a device that was dropped here, or is to be kept after all."""
+        if device.leaving is not None:
+            device.leaving.set()
+            if self._detaching.get(device.name) is device.leaving:
+                del self._detaching[device.name]
+            device.leaving = None
 
     def _is_left_behind(self, device: PoolDevice) -> bool:
-        """Whether a free device still has something of its last pod that is undone in the host's namespace."""
+        """Whether a free device is in the host with something of its last pod on it, or the CNI at work on it."""
+        return device.net is not None and (self._has_leftover(device) or trio.current_time() < device.hold_until)
+
+    def _has_leftover(self, device: PoolDevice) -> bool:
         return device.net is not None and (device.subfunction is not None or self._undo.is_due(device.name))
 
     def _needs_work(self, device: PoolDevice) -> bool:
         """Whether something on the device is missing, used, dead or too much, and that can be changed."""
         attachment, net = device.attachment, device.net
         if device.allocation is None:
-            return not self._is_at_rest(device) and (attachment is not None or net is not None)
+            if self._has_leftover(device) and not (device.known or self._adopted):
+                return False  # perhaps by nobody: kubelet may still say that a pod has it
+            there = attachment is not None or net is not None or device.subfunction is not None
+            return there and not self._is_at_rest(device)
         if attachment is None and net is None:
             return False
         if device.reason:
@@ -4515,8 +4569,10 @@ class PoolManager(ResourceServer):
         """Attaches where nothing is attached, and replaces what a former holder knows."""
         free = device.allocation is None
         options = self._options if device.allocation is None else device.allocation.options
-        if device.subfunction is not None and device.net is None and device.attachment is None:
-            device.net = await self._make_subfunction(device.subfunction)
+        part = device.subfunction
+        if part is not None and device.net is None and device.attachment is None:
+            # One that a pod has may be with it: what is there is not made again.
+            device.net = await self._make_subfunction(part) if free or not await self._is_made(part) else None
         attachment, net = device.attachment, device.net
         if attachment is not None:
             ifindex = self.bpf_handler.ifindex(attachment)
@@ -4526,6 +4582,8 @@ class PoolManager(ResourceServer):
         if not options.has_program:
             return
         if attachment is None:
+            if (detaching := self._detaching.get(device.name)) is not None:
+                await detaching.wait()
             if net is None:
                 raise OSError(errno.ENODEV, "it is not in the host's network namespace and carries no program of ours")
             device.attachment = await trio.to_thread.run_sync(
@@ -4536,22 +4594,37 @@ class PoolManager(ResourceServer):
             device.attachment = await trio.to_thread.run_sync(self.bpf_handler.renew, attachment)
             log.info("%s: %s: prepared again", self.resource, device.name)
 
-    async def _make_subfunction(self, subfunction: Subfunction) -> NetDevice:
+    async def _is_made(self, part: Subfunction) -> bool:
+        """Whether there is a subfunction, here or with a pod."""
+        return await trio.to_thread.run_sync(self._devlink.exists, part.pci, part.number)
+
+    async def _make_subfunction(self, part: Subfunction) -> NetDevice:
         """Makes a subfunction and returns its network device.
 
         Raises:
-            OSError: It cannot be made; ETIMEDOUT where the device does not come.
+            OSError: It cannot be made, and none is left; ETIMEDOUT where the device does not come.
         """
-        await trio.to_thread.run_sync(self._devlink.add, subfunction.pci, subfunction.number)
-        log.info("%s: %s: subfunction made", self.resource, subfunction.name)
+        existed = await self._is_made(part)
+        try:
+            await trio.to_thread.run_sync(self._devlink.add, part.pci, part.number)
+            log.info("%s: %s: subfunction made", self.resource, part.name)
+            return await self._wait_subfunction(part)
+        except OSError:
+            if not existed:
+                with contextlib.suppress(OSError):
+                    await trio.to_thread.run_sync(self._devlink.delete, part.pci, part.number)
+            raise
+
+    async def _wait_subfunction(self, part: Subfunction) -> NetDevice:
+        """Waits for the network device of a subfunction, and gives it its name."""
         with trio.move_on_after(SUBFUNCTION_TIMEOUT):
             async with contextlib.aclosing(self.net_handler.watch_devices()) as snapshots:
                 async for devices in snapshots:
-                    if subfunction.name in devices:
-                        return devices[subfunction.name]
-                    name = await trio.to_thread.run_sync(self._devlink.netdev, subfunction.pci, subfunction.number)
+                    if part.name in devices:
+                        return devices[part.name]
+                    name = await trio.to_thread.run_sync(self._devlink.netdev, part.pci, part.number)
                     if name is not None and name in devices:
-                        await trio.to_thread.run_sync(self._devlink.rename, name, subfunction.name)
+                        await trio.to_thread.run_sync(self._devlink.rename, name, part.name)
         raise OSError(errno.ETIMEDOUT, f"its network device did not come in {SUBFUNCTION_TIMEOUT:g} s")
 
     async def _drop_attachment(self, device: PoolDevice) -> None:
@@ -4684,6 +4757,7 @@ class PoolManager(ResourceServer):
             devices[name] = device
         for device in devices.values():
             device.wanted += 1
+            device.known = True
         try:
             yield devices
         finally:
@@ -4702,12 +4776,14 @@ class PoolManager(ResourceServer):
         await self._undo_ethtool(device)
         if not self._is_ready(device) or (device.subfunction is not None and device.attachment is None):
             await self._work_on(device)
+        while device.allocation is None and not device.reason and not self._is_ready(device):  # the CNI came between
+            await self._work_on(device)
         self._refuse_unready(device, taken_over=taken_over)
         return taken_over
 
     def _refuse_unready(self, device: PoolDevice, *, taken_over: bool) -> None:
         """Refuses a device that is not as it has to be, or that is away, where not in its former holder's pod."""
-        if device.net is None and not taken_over:
+        if device.net is None and not taken_over and not (device.subfunction is not None and device.reason):
             raise RequestError(f"{self.resource}: no device {device.name} any more", status="NOT_FOUND")
         if not self._is_ready(device):
             reason = device.reason or "it has changed, or was given away, in this moment"
@@ -4723,6 +4799,7 @@ class PoolManager(ResourceServer):
         options = allocation.options
         if device.allocation is not allocation:
             device.allocation, device.owners, device.missed = allocation, (), 0
+            device.known = device.kept = True
         # A running pod keeps its user, whatever the configuration says now.
         user = options.uid
         pinned_map = self.bpf_handler.pinned_map(self.name, device.name)
@@ -4767,7 +4844,6 @@ class PoolManager(ResourceServer):
         if device.attachment is not None:
             device.attachment.pinned = False
         device.allocation, device.owners, device.free_since = None, (), trio.current_time()
-        self._released()
 
     async def let_go(self, name: str) -> bool:
         """Detaches whatever is on a device, and makes nothing of it for a while: its pod has ended, says the CNI.
@@ -4783,28 +4859,35 @@ class PoolManager(ResourceServer):
             return False
         device.wanted += 1  # what may not happen to it meanwhile is the same
         try:
+            listed = device.allocation is not None and await self._is_listed(name)
             while device.working is not None:
                 await device.working.wait()
-            if device.allocation is not None and not await self._is_next_pods(device):
+            # From here on nothing is waited for: whoever has it now may have come only after the question.
+            if device.allocation is not None and not listed and not self._is_unknown(device, device.allocation):
                 log.info("%s: %s: released: the CNI says so", self.resource, name)
                 self._vacate(device)
             self._unpin(name)
-            device.hold_until = trio.current_time() + HOLD_OFF
+            now = trio.current_time()
+            device.hold_until = now + HOLD_OFF
+            # It may not have been seen to be back yet: then it is forgotten now, and comes as a new one.
+            self._held = {held: until for held, until in self._held.items() if until > now} | {name: device.hold_until}
             await self._drop_attachment(device)
         finally:
             device.wanted -= 1
             self._settle(device)
         return True
 
-    async def _is_next_pods(self, device: PoolDevice) -> bool:
-        """Whether kubelet has allocated a device to another pod than that which ends; asks it."""
-        allocation = device.allocation
-        assert allocation is not None
-        listed = False
+    async def _is_listed(self, name: str) -> bool:
+        """Whether kubelet lists a device now, and so for another pod than that which ends; asks it."""
         with contextlib.suppress(RpcError), trio.move_on_after(OWNER_TIMEOUT):
-            listed = (self.resource, device.name) in (await self._pod_resources.ask()).owners
-        unknown = not device.owners and not allocation.restored  # so new that kubelet has never listed it
-        return listed or (unknown and trio.current_time() - allocation.since < RELEASE_GRACE)
+            return (self.resource, name) in (await self._pod_resources.ask()).owners
+        return False
+
+    @staticmethod
+    def _is_unknown(device: PoolDevice, allocation: Allocation) -> bool:
+        """Whether an allocation is so new that kubelet has never listed it."""
+        young = trio.current_time() - allocation.since < RELEASE_GRACE
+        return young and not device.owners and not allocation.restored
 
     def _unpin(self, name: str) -> None:
         try:
@@ -4844,8 +4927,10 @@ class PoolManager(ResourceServer):
     def _reconcile(self, view: PodView) -> bool:
         """Compares the allocations with what kubelet says; returns whether there are any."""
         if not view.empty:
-            self._adopted = True
+            first, self._adopted = not self._adopted, True
             self._adopt(view)
+            for device in list(self.devices.values()) if first else ():
+                self._settle(device)  # what was left behind has waited for this
         joined: dict[tuple[Owner, ...], Allocation] = {}
         for device in list(self.devices.values()):
             allocation = device.allocation
@@ -4875,6 +4960,7 @@ class PoolManager(ResourceServer):
                 continue
             log.info("%s: %s: still allocated, says kubelet", self.resource, name)
             device.allocation = Allocation(self._options, since=view.asked_at, restored=True, hearsay=True)
+            device.kept = True
             self._settle(device, news=True)
 
     def _miss(self, device: PoolDevice, allocation: Allocation, view: PodView) -> None:
@@ -4938,14 +5024,14 @@ class Syncer:
         """
         if not request.name:
             raise RequestError("DelNetDev of no device")
-        if not any([await pool.let_go(request.name) for pool in self._pools()]):
+        if not any([await pool.let_go(request.name) for pool in list(self._pools())]):
             log.info("the CNI lets go of %r, which no pool has", request.name)
         return syncer.DeleteNetDevResp(ret=0)
 
     async def run(self) -> NoReturn:
         """Serves until cancelled; anew where kubelet has wiped its directory."""
         method = Method(request_type=syncer.DeleteNetDevReq, call=self.DelNetDev, timeout=self.TIMEOUT)
-        backoff = Backoff(0.1, 10.0)
+        backoff, trouble = Backoff(0.1, 10.0), ""
         with DirectoryWatch(self.path.parent) as watch:
             while True:
                 try:
@@ -4954,7 +5040,9 @@ class Syncer:
                 except FileNotFoundError:
                     await watch.changed()  # there is no kubelet yet
                 except (OSError, EndpointBusyError) as exc:
-                    log.warning("the CNI cannot be served on %s: %s", self.path, exc)
+                    level = logging.DEBUG if str(exc) == trouble else logging.WARNING
+                    log.log(level, "the CNI cannot be served on %s: %s", self.path, exc)
+                    trouble = str(exc)
                 await trio.sleep(backoff.delay())
 
     async def _serve(self, server: GrpcServer, watch: DirectoryWatch) -> None:
@@ -4995,6 +5083,7 @@ class KindKeeper:
         self._allocated = allocated
         self._wanted = False
         self._changed = trio.Event()
+        self._busy = trio.Lock()
 
     async def want(self, wanted: bool) -> None:
         """Makes the network, or removes what no pod has of it.
@@ -5005,16 +5094,17 @@ class KindKeeper:
         if wanted != self._wanted:
             if wanted:
                 await self._set_up()
-            else:
-                await self.remove()
             self._wanted = wanted
             changed, self._changed = self._changed, trio.Event()
             changed.set()
+            if not wanted:
+                await self.remove()
 
     async def remove(self) -> None:
         """Removes what no pod has."""
         try:
-            await trio.to_thread.run_sync(self._kind.remove, set(self._allocated()))
+            async with self._busy:
+                await trio.to_thread.run_sync(self._kind.remove, set(self._allocated()))
         except OSError as exc:
             log.warning("the kind network is not removed: %s", exc)
 
@@ -5035,7 +5125,7 @@ class KindKeeper:
     async def _follow(self) -> None:
         async with contextlib.aclosing(self._network.watch_devices()) as snapshots:
             async for devices in snapshots:
-                if self._kind.missing(devices):
+                if self._wanted and self._kind.missing(devices):
                     try:
                         await self._set_up()
                     except KindNetworkError as exc:
@@ -5043,7 +5133,9 @@ class KindKeeper:
 
     async def _set_up(self) -> None:
         try:
-            for made in await trio.to_thread.run_sync(self._kind.set_up):
+            async with self._busy:
+                done = await trio.to_thread.run_sync(self._kind.set_up)
+            for made in done:
                 log.info("kind network: made %s", made)
         except OSError as exc:
             raise KindNetworkError(f"the kind network cannot be made: {exc.filename}: {exc.strerror}") from exc
@@ -5139,6 +5231,7 @@ async def serve(
     with _locked_directory(paths.uds_dir, "--uds-dir"), _locked_directory(paths.bpffs / "afxdpd", "--bpffs"):
         pod_resources = PodResources(paths.pod_resources_socket)
         pools: dict[str, PoolManager] = {}
+        detaching: dict[str, trio.Event] = {}
 
         def make_pool(name: str) -> PoolManager:
             retired = name not in scanner.pools
@@ -5154,13 +5247,14 @@ async def serve(
                 kubelet_dir=paths.kubelet_dir,
                 retired=retired,
                 released=scanner.refresh,
+                detaching=detaching,
             )
             return pools[name]
 
         left = pinned(xdp)  # by an earlier daemon; the pools take it over
 
-        def allocated() -> dict[str, str]:
-            now = {name: pool.name for pool in pools.values() for name in pool.allocated()}
+        def owners(names: Callable[[PoolManager], Iterable[str]]) -> dict[str, str]:
+            now = {name: pool.name for pool in pools.values() for name in names(pool)}
             return {**{name: pool for name, pool in left.items() if pool not in pools}, **now}
 
         async def follow_changes() -> None:
@@ -5176,9 +5270,9 @@ async def serve(
                     pool.reconfigure(scanner.pools.get(pool.name))
             await trio.sleep_forever()
 
-        scanner = PoolScanner(config, network, host, allocated=allocated)
+        scanner = PoolScanner(config, network, host, allocated=functools.partial(owners, PoolManager.kept))
         manager = Manager(NAMESPACE, scanner, make_server=make_pool)
-        kind_keeper = KindKeeper(kind or KindNetwork(), network, allocated)
+        kind_keeper = KindKeeper(kind or KindNetwork(), network, functools.partial(owners, PoolManager.allocated))
         await kind_keeper.want(config.kind_cluster)
         names = ", ".join(f"{NAMESPACE}/{pool.name}" for pool in config.pools)
         log.info("afxdpd %s: %s", __version__, names or "no pools")

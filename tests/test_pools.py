@@ -234,7 +234,7 @@ class Bench:
             self.config,
             self.network,
             self.host,
-            allocated=lambda: dict.fromkeys(self.pool.allocated(), "pool"),
+            allocated=lambda: dict.fromkeys(self.pool.kept(), "pool"),
             sysfs=directory / "sys",
         )
         self.pool = self.new_pool()

@@ -1,4 +1,4 @@
-"""The framework's promises, name by name as its API documents have them, with grpcio in another process as kubelet."""
+"""What framework and plugin promise, name by name as their API documents have it; kubelet is grpcio elsewhere."""
 
 from __future__ import annotations
 
@@ -595,7 +595,7 @@ def test_get_pool_configs(config_file: Path, network: FakeNetwork) -> None:
         get_pool_configs(config_file, network, FakeHost())
 
 
-def test_new_pool_manager(network: FakeNetwork) -> None:
+async def test_new_pool_manager(network: FakeNetwork) -> None:
     """It makes a pool in the usual places, with the real handlers; nothing runs and nothing is touched yet."""
     pool = new_pool_manager(PoolConfig(name="pool", mode="primary", devices=network.devices()))
     assert isinstance(pool, PoolManager)
