@@ -3678,6 +3678,8 @@ class PoolDevice:
         server: The socket of the allocation.
         reason: Why the last work on it failed.
         working: While somebody works on it: set at the end.
+        started: Whether its container has started, as far as is known.
+        stale: Whether its map is that of a container that has ended, and is to be replaced.
         leaving: While the pool is letting go of it: set when nothing of the pool is on it.
         known: Whether it was allocated, or about to be, since this daemon has started.
         kept: Whether the pool keeps it, whatever the configuration says: a pod has it, or has left something on it.
@@ -3698,6 +3700,8 @@ class PoolDevice:
     server: UdsServer | None = None
     reason: str = ""
     working: trio.Event | None = None
+    started: bool = False
+    stale: bool = False
     leaving: trio.Event | None = None
     known: bool = False
     kept: bool = False
@@ -3821,6 +3825,7 @@ class UdsServer:
         self._xskmap = xskmap
         self._fuzz = fuzz
         self._files = PodFiles()
+        self._turn = trio.Lock()
         self._sessions = 0
         self._said = 0  # lines in the minute that began at …
         self._said_since = -60.0
@@ -3960,6 +3965,8 @@ class UdsServer:
             if packet.end_of_file:
                 return
             try:
+                async with self._turn:  # one packet of this pod, then the other pods get their turn
+                    await trio.lowlevel.checkpoint()
                 if packet.truncated:
                     request: Request = Malformed("longer than any request")
                 else:
@@ -4532,7 +4539,7 @@ class PoolManager(ResourceServer):
             if device.allocation is None and not device.wanted:
                 await self._clean(device)
             idle = device.allocation is None and not device.wanted
-            if not idle or (device.subfunction is None and not self._retired):
+            if not idle or (device.net is not None and device.subfunction is None and not self._retired):
                 await self._make_attachment(device)
             if device.allocation is not None:
                 self._hand_over(device, device.allocation)
@@ -4582,7 +4589,8 @@ class PoolManager(ResourceServer):
         if not options.has_program:
             return
         if attachment is None:
-            if (detaching := self._detaching.get(device.name)) is not None:
+            detaching = self._detaching.get(device.name)
+            if detaching is not None and detaching is not device.leaving:
                 await detaching.wait()
             if net is None:
                 raise OSError(errno.ENODEV, "it is not in the host's network namespace and carries no program of ours")
@@ -4590,9 +4598,13 @@ class PoolManager(ResourceServer):
                 self.bpf_handler.attach, net.ifindex, net.queues, abandon_on_cancel=True
             )
             log.info("%s: %s: prepared, %s mode", self.resource, device.name, device.attachment.xdp_mode)
-        elif free and attachment.handed_out:
+        elif attachment.handed_out and (free or device.stale):
             device.attachment = await trio.to_thread.run_sync(self.bpf_handler.renew, attachment)
+            if device.server is not None:
+                device.server.scope.cancel()
+                device.server = None
             log.info("%s: %s: prepared again", self.resource, device.name)
+        device.stale = False
 
     async def _is_made(self, part: Subfunction) -> bool:
         """Whether there is a subfunction, here or with a pod."""
@@ -4724,6 +4736,8 @@ class PoolManager(ResourceServer):
     async def pre_start_container(self, request: api.PreStartContainerRequest) -> None:
         """Makes sure that program, map, pins and socket of a container's devices are there before it starts.
 
+        A container that starts again gets a fresh map and a new socket: nothing that it left is of any effect.
+
         Raises:
             RequestError: FAILED_PRECONDITION where one is not and cannot be made.
         """
@@ -4732,6 +4746,7 @@ class PoolManager(ResourceServer):
             for device in devices.values():
                 forgotten = device.allocation is None or device.allocation.hearsay
                 if device.allocation is not None:
+                    device.stale = device.started
                     await self._work_on(device)
                 else:  # forgotten, as after a reboot; kubelet knows better
                     await self._make_ready(device)
@@ -4739,6 +4754,7 @@ class PoolManager(ResourceServer):
                     log.info("%s: %s: allocated, as kubelet says", self.resource, device.name)
                 if forgotten and device.net is not None and not self._undo.is_due(device.name):
                     await self._run_ethtool(device)
+                device.started = True
                 if device.reason:
                     raise RequestError(
                         f"{self.resource}: {device.name}: {device.reason}; delete the pod to have it made again",
@@ -4800,6 +4816,7 @@ class PoolManager(ResourceServer):
         if device.allocation is not allocation:
             device.allocation, device.owners, device.missed = allocation, (), 0
             device.known = device.kept = True
+            device.started = allocation.restored
         # A running pod keeps its user, whatever the configuration says now.
         user = options.uid
         pinned_map = self.bpf_handler.pinned_map(self.name, device.name)

@@ -349,8 +349,9 @@ async def test_map_stays_its_pods_users_when_the_uid_changed_before_a_restart(sh
     bench.configure(uid=1600)
     bench.pool = bench.new_pool()
     async with bench.running("veth0"):
-        await bench.pre_start("veth0")
         assert bench.pinned("veth0") == pinned
+        await bench.pre_start("veth0")
+        assert bench.pinned("veth0") != pinned, "the container has started before, for all that is known"
         assert bench.host.user_of(bench.map_path("veth0")) == 1500
 
 

@@ -1282,6 +1282,23 @@ async def test_pre_start_refuses_when_there_is_no_such_device(bench: Bench) -> N
         assert refusal.value.status == "NOT_FOUND"
 
 
+async def test_pre_start_gives_a_fresh_map_when_the_container_starts_again(bench: Bench) -> None:
+    """The first start leaves what Allocate gave; at the next one a map and conversations of the last are void."""
+    async with bench.running("veth0"):
+        await bench.allocate(["veth0"])
+        bench.owned("veth0")
+        pinned = bench.xdp.pins["pool", "veth0"]["xsks_map"]
+        await bench.pre_start("veth0")
+        assert bench.xdp.pins["pool", "veth0"]["xsks_map"] == pinned
+        async with connected(bench.path("veth0")) as session:
+            assert await session.ask(b"/connect,pod-x") == b"/host_ok"
+            assert await session.ask_map("veth0") == pinned.name
+            await bench.pre_start("veth0")
+            assert await session.is_over()
+        assert bench.xdp.pins["pool", "veth0"]["xsks_map"] != pinned
+        assert await bench.get_map("veth0") == bench.xdp.pins["pool", "veth0"]["xsks_map"].name
+
+
 @pytest.mark.parametrize("what", BREAKS)
 async def test_pre_start_refuses_when_what_is_missing_cannot_be_made(
     what: str, short_path: Path, autojump_clock: MockClock
