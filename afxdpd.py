@@ -3686,6 +3686,7 @@ class PoolDevice:
         wanted: How many requests are about to take it: then it is not forgotten.
         free_since: trio's time of its last release.
         hold_until: trio's time before which nothing is made of it: the CNI is at work on it.
+        letting_go: Held while it is taken off for the CNI: whoever asks for the same meanwhile waits, too.
         missed, missed_since, missed_empty: Answers of kubelet in a row that did not list it, trio's time of the first
             of them, and whether they listed no pod at all.
     """
@@ -3708,6 +3709,7 @@ class PoolDevice:
     wanted: int = 0
     free_since: float = -math.inf
     hold_until: float = -math.inf
+    letting_go: trio.Lock = field(default_factory=trio.Lock)
     missed: int = 0
     missed_since: float = 0.0
     missed_empty: bool = False
@@ -4513,6 +4515,7 @@ class PoolManager(ResourceServer):
         while True:
             self._due_changed = trio.Event()
             now = trio.current_time()
+            self._due = {name: max(due, self.devices[name].hold_until) for name, due in self._due.items()}
             ready = [self.devices[name] for name, due in self._due.items() if due <= now]
             for device in sorted(ready, key=lambda device: (device.allocation is None, device.name)):
                 if self._due.pop(device.name, None) is not None:
@@ -4528,6 +4531,8 @@ class PoolManager(ResourceServer):
         Who is cancelled waits no longer; the work goes on.
         """
         assert self._nursery is not None
+        while trio.current_time() < device.hold_until:  # noqa: ASYNC110  the CNI may ask again meanwhile
+            await trio.sleep_until(device.hold_until)
         if device.working is None:
             device.working = trio.Event()
             self._nursery.start_soon(self._work, device, device.working)
@@ -4535,7 +4540,6 @@ class PoolManager(ResourceServer):
 
     async def _work(self, device: PoolDevice, done: trio.Event) -> None:
         try:
-            await trio.sleep_until(device.hold_until)
             if device.allocation is None and not device.wanted:
                 await self._clean(device)
             idle = device.allocation is None and not device.wanted
@@ -4876,19 +4880,22 @@ class PoolManager(ResourceServer):
             return False
         device.wanted += 1  # what may not happen to it meanwhile is the same
         try:
-            listed = device.allocation is not None and await self._is_listed(name)
-            while device.working is not None:
-                await device.working.wait()
-            # From here on nothing is waited for: whoever has it now may have come only after the question.
-            if device.allocation is not None and not listed and not self._is_unknown(device, device.allocation):
-                log.info("%s: %s: released: the CNI says so", self.resource, name)
-                self._vacate(device)
-            self._unpin(name)
-            now = trio.current_time()
-            device.hold_until = now + HOLD_OFF
-            # It may not have been seen to be back yet: then it is forgotten now, and comes as a new one.
-            self._held = {held: until for held, until in self._held.items() if until > now} | {name: device.hold_until}
-            await self._drop_attachment(device)
+            async with device.letting_go:
+                listed = device.allocation is not None and await self._is_listed(name)
+                while device.working is not None:
+                    await device.working.wait()
+                # From here on nothing is waited for: whoever has it now may have come only after the question.
+                if device.allocation is not None and not listed and not self._is_unknown(device, device.allocation):
+                    log.info("%s: %s: released: the CNI says so", self.resource, name)
+                    self._vacate(device)
+                self._unpin(name)
+                now = trio.current_time()
+                device.hold_until = now + HOLD_OFF
+                # It may not have been seen to be back yet: then it is forgotten now, and comes as a new one.
+                self._held = {held: until for held, until in self._held.items() if until > now} | {
+                    name: device.hold_until
+                }
+                await self._drop_attachment(device)
         finally:
             device.wanted -= 1
             self._settle(device)
