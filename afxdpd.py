@@ -1735,11 +1735,16 @@ def get_plugin_config(file: str | os.PathLike[str]) -> PluginConfig:
     except OSError as exc:
         raise ConfigError([f"{file}: {exc.strerror}"]) from exc
     except (ValueError, RecursionError) as exc:
-        raise ConfigError([f"{file}: not JSON: {exc}"]) from exc
+        hint = " (JSON has no comments, and no comma before ] or })" if isinstance(exc, json.JSONDecodeError) else ""
+        raise ConfigError([f"{file}: not JSON: {exc}{hint}"]) from exc
     errors: list[str] = []
     config: PluginConfig | None = _parse(raw, PluginConfig, "", errors)
     if config is None or errors:
         raise ConfigError(f"{file}: {error}" for error in errors)
+    for index, pool in enumerate(config.pools):
+        for number, command in enumerate(pool.ethtool_cmds):
+            if "-device-" not in command:
+                log.warning("pools[%d].ethtoolCmds[%d]: names no -device-: %r", index, number, command)
     return config
 
 
@@ -1785,7 +1790,7 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
             if info.name in values:
                 log.warning("%s%s: is there more than once, the last one counts", prefix, info.encode_name)
             values[info.name] = _parse(value, types[info.name], prefix + info.encode_name, errors)
-        else:
+        elif not key.startswith("$"):  # as "$schema", for editors
             nearest = difflib.get_close_matches(key.lower(), fields, n=1)
             hint = f", did you mean {fields[nearest[0]].encode_name}?" if nearest else ""
             log.warning("%s%s: unknown key, ignored%s", prefix, ascii(key)[1:-1], hint)
@@ -1875,9 +1880,12 @@ def choose_devices(
     passed = {}
     for pool in config.pools:
         if pool.requires_unprivileged_bpf and not unprivileged_bpf:
-            taken, why = choice.keep(pool), {EVERYTHING: "requiresUnprivilegedBpf, and this node does not allow it"}
+            why = {EVERYTHING: "requiresUnprivilegedBpf: kernel.unprivileged_bpf_disabled is not 0 on this node"}
+            taken = choice.keep(pool)
         else:
             taken, why = choice.choose(pool, *pool.on_node(hostname))
+            if not any(pool.on_node(hostname)):
+                why[EVERYTHING] = f"its rules for the node {hostname} list nothing"
         options = {name: getattr(pool, name) for name in PoolOptions.__struct_fields__}
         pools.append(PoolConfig(**options, devices=taken))
         passed[pool.name] = why
@@ -1925,7 +1933,7 @@ class _Choice:
             # An address may be that of several: the hardware's, and that of devices made of it or on top of it later.
             matching = sorted(filter(rule.matches, candidates), key=lambda device: (not device.bus, device.ifindex))
             if not matching and rule.name not in away:
-                passed[str(rule)] = "it is not in the host's network namespace"
+                passed[str(rule)] = "no such device in the host's network namespace"
             for device in matching[:1]:
                 named.add(device.name)
                 if device.name in self._devices and (why := self._take(pool, device, rule.secondary, taken)):
@@ -1934,6 +1942,8 @@ class _Choice:
             for device in matching[1:]:
                 passed[device.name] = f"{rule} stands for {matching[0].name}, which has the same address"
         for driver in drivers:
+            if not any(device.driver == driver.name for device in candidates):
+                passed[f"driver {driver.name}"] = "no device here has it"
             found = sorted((d for d in self._devices.values() if d.driver == driver.name), key=lambda d: d.name)
             # A device that is with a pod since before this daemon started counts for each driver: it may be its.
             count = sum(
@@ -4376,7 +4386,8 @@ class PoolManager(ResourceServer):
         for name, device in list(self.devices.items()):
             if name not in devices:
                 if device.net is not None:
-                    log.info("%s: %s: not to be had in the host namespace any more", self.resource, name)
+                    words = "has left the host's namespace" if device.allocation else "is not the pool's any more"
+                    log.info("%s: %s: %s", self.resource, name, words)
                 device.net = None
                 if device.allocation is None:
                     device.subfunction = None
@@ -4706,7 +4717,7 @@ class PoolManager(ResourceServer):
         """Runs the pool's ethtool commands for a device that is about to be allocated.
 
         Raises:
-            OSError: One failed; those before it are undone when the device is settled.
+            RequestError: One failed; those before it are undone when the device is settled.
         """
         names = self.resource, device.name
         for command in self._options.ethtool_cmds:
@@ -4721,7 +4732,13 @@ class PoolManager(ResourceServer):
                 def remember(commands: list[list[str]], before: list[list[str]] = before) -> None:
                     self._undo.keep(device.name, [*before, *commands])
 
-                await trio.to_thread.run_sync(self._ethtool.apply, arguments, remember)
+                try:
+                    await trio.to_thread.run_sync(self._ethtool.apply, arguments, remember)
+                except OSError as exc:
+                    raise RequestError(
+                        f"{self.resource}: {device.name}: ethtoolCmds: {command!r}: {exc.strerror}",
+                        status="FAILED_PRECONDITION",
+                    ) from exc
                 log.info("%s: %s: ethtool %s", *names, " ".join(arguments))
 
     async def get_preferred_allocation(
@@ -5298,8 +5315,7 @@ async def serve(
         manager = Manager(NAMESPACE, scanner, make_server=make_pool)
         kind_keeper = KindKeeper(kind or KindNetwork(), network, functools.partial(owners, PoolManager.allocated))
         await kind_keeper.want(config.kind_cluster)
-        names = ", ".join(f"{NAMESPACE}/{pool.name}" for pool in config.pools)
-        log.info("afxdpd %s: %s", __version__, names or "no pools")
+        log.info("afxdpd %s: %s", __version__, _pool_names(config))
         task_status.started()
         await _first_of(
             manager.run,
@@ -5308,6 +5324,10 @@ async def serve(
             Syncer(pools.values, kubelet_dir=paths.kubelet_dir).run,
             follow_changes,
         )
+
+
+def _pool_names(config: PluginConfig) -> str:
+    return ", ".join(f"{NAMESPACE}/{pool.name}" for pool in config.pools) or "no pools"
 
 
 @contextlib.contextmanager
@@ -5331,10 +5351,11 @@ def check_report(
 ) -> Iterator[str]:
     """Yields lines that say what each pool would take of these devices, and why it would not take others."""
     pools, passed = choose_devices(config, devices, host, allocated)
-    if not pools:
-        yield "no pools"
-    for pool in pools:
-        yield f"{NAMESPACE}/{pool.name}: {pool.mode} mode, {len(pool.devices)} devices"
+    hostname = host.hostname()
+    yield f"node {hostname}: {len(pools) or 'no'} pools"
+    for rules, pool in zip(config.pools, pools, strict=True):
+        special = ", by its rules for this node" if rules.on_node(hostname) != rules.on_node("") else ""
+        yield f"{NAMESPACE}/{pool.name}: {pool.mode} mode, {len(pool.devices)} devices{special}"
         for name, device in pool.devices.items():
             if isinstance(device, Subfunction):
                 note = f"subfunction {device.number} of {device.primary}"
@@ -5444,6 +5465,15 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class _LogFile(logging.handlers.WatchedFileHandler):
+    """A log file that somebody may rotate, and that everybody may read."""
+
+    def _open(self) -> Any:
+        stream = super()._open()
+        os.fchmod(stream.fileno(), 0o644)
+        return stream
+
+
 def _set_up_logging(options: argparse.Namespace, config: PluginConfig | None = None) -> None:
     """Logs to standard output, and to the file that the configuration names.
 
@@ -5455,7 +5485,7 @@ def _set_up_logging(options: argparse.Namespace, config: PluginConfig | None = N
         path = options.log_dir / config.log_file
         try:
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            handlers.append(logging.handlers.WatchedFileHandler(path))  # somebody may rotate it
+            handlers.append(_LogFile(path))
         except OSError as exc:
             raise LogFileError(f"{path}: {exc.strerror}: name another directory with --log-dir") from exc
     formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
@@ -5492,7 +5522,7 @@ async def _serve_until_signal(config: PluginConfig, paths: Paths, read: Callable
                 for line in [*str(exc).splitlines(), "the configuration stays as it was"]:
                     log.error("%s", line)  # noqa: TRY400  it says all
             else:
-                log.info("the configuration was read again")
+                log.info("the configuration was read again: %s", _pool_names(new))
                 yield new
 
     signals_of_interest = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

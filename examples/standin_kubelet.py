@@ -41,7 +41,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import grpc
+try:
+    import grpc
+except ImportError:
+    sys.exit("the stand-in for kubelet needs grpcio: pip install '.[quickstart]'")
 from google.protobuf.json_format import MessageToDict
 
 from afxdpd_proto import deviceplugin_pb2 as dp
@@ -716,7 +719,7 @@ class Console:
 
 def main() -> None:
     """Runs until stdin ends."""
-    parser = argparse.ArgumentParser(description="A stand-in for kubelet, driven by JSON lines on stdin.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plugin-dir", type=Path, required=True, help="the plugin directory, …/device-plugins")
     parser.add_argument("--pod-resources-socket", type=Path, required=True, help="where PodResources is served")
     arguments = parser.parse_args()

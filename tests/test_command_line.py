@@ -216,7 +216,7 @@ def test_unknown_key_is_warned_of_when_the_configuration_is_checked(directory: P
     assert (result.returncode, result.stderr) == (0, "")
     warning, *report = result.stdout.splitlines()
     assert warning.endswith(" WARNING pools[0].device: unknown key, ignored, did you mean devices?")
-    assert report[0] == "afxdp/pool: primary mode, 0 devices"
+    assert report[1] == "afxdp/pool: primary mode, 0 devices"
 
 
 @pytest.mark.parametrize("option", [["--config"], ["-config"], ["--config="], ["-config="]])
@@ -252,11 +252,12 @@ def test_check_prints_what_pools_would_take_when_nobody_is_privileged(directory:
     result = run(directory, "-config", "config.json", "--check", program=AS_NOBODY)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
+        f"node {afxdpd.Host().hostname()}: 2 pools",
         "afxdp/pool: primary mode, 0 devices",
         "  passes over lo: the loopback device is never taken",
-        "  passes over absent0: it is not in the host's network namespace",
+        "  passes over absent0: no such device in the host's network namespace",
         "afxdp/empty: primary mode, 0 devices",
-        "  passes over absent1: it is not in the host's network namespace",
+        "  passes over absent1: no such device in the host's network namespace",
     ]
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "kubelet"]
 
@@ -302,13 +303,14 @@ def test_check_tells_of_every_device_when_the_host_has_some(kernel: Kernel, dire
     program = f"carries the native XDP program {held[0].prog_id}: unhealthy unless that is ours"
     not_physical = "it is not physical: only a pool that names it under devices takes it"
     assert result.stdout.splitlines() == [
+        f"node {afxdpd.Host().hostname()}: 3 pools",
         "afxdp/named: primary mode, 2 devices",
         "  takes veth1: veth, 2 queues; a pod has it",
         f"  takes veth0: veth, 2 queues; {program}",
         "  passes over lo: the loopback device is never taken",
         "  passes over veth2: it is enslaved to a bridge or bond",
         "  passes over other: a default route leaves through it",
-        "  passes over absent0: it is not in the host's network namespace",
+        "  passes over absent0: no such device in the host's network namespace",
         "afxdp/parts: cdq mode, 0 devices",
         "  passes over veth0: the pool named has it",
         "  passes over veth0p: cdq: it cannot be divided; the devices of these drivers can: ice",
@@ -338,10 +340,11 @@ def test_check_tells_of_a_device_when_it_is_with_its_pod(kernel: Kernel, directo
         result = run(directory, "--check")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
+        f"node {afxdpd.Host().hostname()}: 2 pools",
         "afxdp/pool: primary mode, 0 devices",
         "  has veth0: a pod has it",
         "afxdp/other: primary mode, 0 devices",
-        "  passes over veth0: it is not in the host's network namespace",
+        "  passes over veth0: no such device in the host's network namespace",
     ]
 
 
@@ -351,6 +354,7 @@ def test_check_tells_of_subfunctions_when_the_pool_divides_devices() -> None:
     device = afxdpd.NetDevice(name="ens2f0", ifindex=7, driver="ice", bus="pci", pci="0000:81:00.0", queues=8)
     allocated = {"ens2f0sf2": "small", "ens2f0sf4": "large"}
     assert list(afxdpd.check_report(config, {"ens2f0": device}, FakeHost(), allocated)) == [
+        "node node-1: 2 pools",
         "afxdp/small: cdq mode, 2 devices",
         "  takes ens2f0sf1: subfunction 1 of ens2f0",
         "  takes ens2f0sf2: subfunction 2 of ens2f0; a pod has it",
@@ -367,10 +371,11 @@ def test_check_passes_over_everything_when_a_rule_is_for_the_whole_pool() -> Non
         name="a", mode="primary", devices=(afxdpd.DeviceConfig(name="v"),), requires_unprivileged_bpf=True
     )
     assert list(afxdpd.check_report(afxdpd.PluginConfig(pools=(pool,)), {}, FakeHost(), {})) == [
+        "node node-1: 1 pools",
         "afxdp/a: primary mode, 0 devices",
-        "  passes over everything: requiresUnprivilegedBpf, and this node does not allow it",
+        "  passes over everything: requiresUnprivilegedBpf: kernel.unprivileged_bpf_disabled is not 0 on this node",
     ]
-    assert list(afxdpd.check_report(afxdpd.PluginConfig(pools=()), {}, FakeHost(), {})) == ["no pools"]
+    assert list(afxdpd.check_report(afxdpd.PluginConfig(pools=()), {}, FakeHost(), {})) == ["node node-1: no pools"]
 
 
 # -- The host ----------------------------------------------------------------------------------------------------------

@@ -889,7 +889,10 @@ def test_file_is_taken_or_refused_when_it_is_anything(content: object, directory
                 "kindCluster: not true or false: 1",
             ],
         ),
-        (b"pools: []", ["not JSON: Expecting value: line 1 column 1 (char 0)"]),
+        (
+            b"pools: []",
+            ["not JSON: Expecting value: line 1 column 1 (char 0) (JSON has no comments, and no comma before ] or })"],
+        ),
     ],
     ids=["one", "several", "YAML"],
 )

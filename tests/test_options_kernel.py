@@ -250,7 +250,7 @@ async def test_pools_take_devices_when_they_are_named_by_any_identity(
         await kubelet.wait(RESOURCE, devices={"afa0": "Healthy", "afa1": "Healthy"})
         await kubelet.wait("afxdp/rest", messages=1, devices={})
         passed = dict(re.findall(r"afxdp/(?:pool|rest): (\S+) is not taken: (.*)", caplog.text))
-        missing = "it is not in the host's network namespace"
+        missing = "no such device in the host's network namespace"
         virtual = "it is not physical: only a pool that names it under devices takes it"
         assert passed == {
             "lo": "the loopback device is never taken",
@@ -284,7 +284,9 @@ async def test_pool_follows_the_sysctl_when_it_requires_unprivileged_bpf(
     allowed = Path("/proc/sys/kernel/unprivileged_bpf_disabled").read_text() == "0\n"
     async with node(short_path, {**named("afa0"), "requiresUnprivilegedBpf": True}) as kubelet:
         await kubelet.wait(RESOURCE, devices={"afa0": "Healthy"} if allowed else {})
-        refused = "everything is not taken: requiresUnprivilegedBpf, and this node does not allow it"
+        refused = (
+            "everything is not taken: requiresUnprivilegedBpf: kernel.unprivileged_bpf_disabled is not 0 on this node"
+        )
         assert (refused in caplog.text) is not allowed
         assert bool(xdp_prog_id("afa0")) is allowed
 
@@ -691,7 +693,9 @@ async def test_allocate_fails_when_an_ethtool_command_does(kernel: Kernel, short
             before = features("afa0")
             programs = [xdp_prog_id(name) for name in ("afa0", "afa1")]
             for request in (["afa0"], ["afa0", "afa1"]):
-                with pytest.raises(KubeletError, match=r"bit name not found .*-K afa0 gor off") as error:
+                with pytest.raises(
+                    KubeletError, match=r"afa0: ethtoolCmds: '-K -device- gor off': .*bit name not found"
+                ) as error:
                     await kubelet.allocate(RESOURCE, request)
                 assert error.value.code == "FAILED_PRECONDITION"
                 await until(lambda: [features(name) for name in ("afa0", "afa1")] == [before] * 2)

@@ -103,7 +103,7 @@ def test_choose_takes_devices_when_they_are_named_and_there() -> None:
         (net("veth0", default_route=True), "default route"),
         (net("veth0", master=3), "bridge or bond"),
         (NetDevice(name="lo", ifindex=1), "loopback"),
-        (net("veth1"), "not in the host's network namespace"),
+        (net("veth1"), "no such device in the host's network namespace"),
     ],
     ids=["default route", "master", "lo", "absent"],
 )
@@ -157,7 +157,7 @@ def test_scanner_logs_a_device_once_when_it_is_passed_over(tmp_path: Path, caplo
     for device in (net("veth1"), net("veth1"), net("veth0", master=3), net("veth0", master=4), net("veth0")):
         scanner.tree({device.name: device})
     scanner.tree({})  # the device is in a pod now: that is the pool's to tell
-    assert ["not in the host's" in record.message for record in caplog.records] == [True, False]
+    assert ["no such device" in record.message for record in caplog.records] == [True, False]
 
 
 # -- A pool and what is around it --------------------------------------------------------------------------------------
