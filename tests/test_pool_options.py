@@ -1003,7 +1003,7 @@ async def test_allocate_rolls_back_when_a_command_fails(tuned: OptionsBench) -> 
     """No device of the request is handed over, and what was set on any of them is undone; then it can succeed."""
     async with tuned.running("veth0", "veth1"):
         tuned.ethtool.errors["-G veth1 rx 512"] = REFUSED
-        with pytest.raises(RequestError, match="veth1: ethtoolCmds: '-G -device- rx 512': .*not supported"):
+        with pytest.raises(RequestError, match=r"veth1: ethtoolCmds: '-G -device- rx 512': .*not supported"):
             await tuned.allocate(["veth0"], ["veth1"])
         await tuned.at_rest()
         assert_nothing_allocated(tuned, "veth0", "veth1")
