@@ -499,6 +499,8 @@ class Network:
         mode = XDP_MODES.get(xdp.get_attr("IFLA_XDP_ATTACHED")) if xdp else None
         info = link.get_attr("IFLA_LINKINFO")
         name, ifindex, kind = link.get_attr("IFLA_IFNAME"), link["index"], info and info.get_attr("IFLA_INFO_KIND")
+        if isinstance(name, bytes):  # pyroute2 leaves what is no UTF-8
+            name = os.fsdecode(name)
         _, driver, bus, pci = ("", kind, "", "") if kind else self._find_hardware(ifindex, name)
         return NetDevice(
             name=name,
@@ -1144,7 +1146,11 @@ class Ethtool:
         option, device, *settings = command
         show = ETHTOOL_SHOWS.get(option)
         if not show:
-            self._run(command)
+            try:
+                self._run(command)
+            except OSError as exc:
+                if option not in ETHTOOL_RULES or os.strerror(errno.ENOENT) not in str(exc.strerror):
+                    raise  # else the rule is gone already
             return
         wanted = dict(zip(settings[::2], settings[1::2], strict=True))
         if differing := self._differing(wanted, self._state(show, device)):
@@ -1242,7 +1248,7 @@ def _delete(call: Callable[..., list[Any]], link: Any) -> None:
 class KindHandler(Protocol):
     """What the daemon needs of the network for kind; `KindNetwork` is the real one, tests hand in another."""
 
-    def missing(self, names: Iterable[str]) -> bool:
+    def missing(self, devices: Mapping[str, NetDevice]) -> bool:
         """See KindNetwork.missing."""
 
     def set_up(self) -> list[str]:
@@ -1264,9 +1270,12 @@ class KindNetwork:
     """The end for pods, and the end on the bridge."""
 
     @classmethod
-    def missing(cls, names: Iterable[str]) -> bool:
-        """Whether there is something to make again, told from the names of the devices that are here."""
-        return not {cls.BRIDGE, *cls.PAIRS.values()} <= set(names)
+    def missing(cls, devices: Mapping[str, NetDevice]) -> bool:
+        """Whether there is something to make again, told from the devices that are here."""
+        bridge = devices.get(cls.BRIDGE)
+        return bridge is None or any(
+            port not in devices or devices[port].master != bridge.ifindex for port in cls.PAIRS.values()
+        )
 
     def set_up(self) -> list[str]:
         """Makes what is missing, puts right what is there, and returns both for the log. Blocks.
@@ -1718,11 +1727,14 @@ class PluginConfig(_Struct, frozen=True, kw_only=True):
             yield "kindCluster", f"with it there can be one pool, not {len(pools)}"
 
 
-def get_plugin_config(file: str | os.PathLike[str]) -> PluginConfig:
+def get_plugin_config(
+    file: str | os.PathLike[str], *, problems: Callable[[PluginConfig], Iterable[str]] = lambda _: ()
+) -> PluginConfig:
     """Reads the configuration file.
 
     Args:
         file: Its path; JSON, keys in any case.
+        problems: Says what else is wrong with it; None in the configuration stands for what is wrong already.
 
     Returns:
         The configuration, complete and right.
@@ -1731,6 +1743,8 @@ def get_plugin_config(file: str | os.PathLike[str]) -> PluginConfig:
         ConfigError: It cannot be read, or something in it is wrong: one line for each thing.
     """
     try:
+        if stat.S_IFMT(os.stat(file).st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            raise ConfigError([f"{file}: not a regular file"])  # which might have us wait
         raw = json.loads(Path(file).read_bytes())
     except OSError as exc:
         raise ConfigError([f"{file}: {exc.strerror}"]) from exc
@@ -1739,6 +1753,8 @@ def get_plugin_config(file: str | os.PathLike[str]) -> PluginConfig:
         raise ConfigError([f"{file}: not JSON: {exc}{hint}"]) from exc
     errors: list[str] = []
     config: PluginConfig | None = _parse(raw, PluginConfig, "", errors)
+    if config is not None:
+        errors += problems(config)
     if config is None or errors:
         raise ConfigError(f"{file}: {error}" for error in errors)
     for index, pool in enumerate(config.pools):
@@ -1785,7 +1801,7 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
     for key, value in raw.items():
         info = fields.get(key.lower())
         if info is not None:
-            if value is None or (value == "" and not info.required):
+            if value is None or (value == "" and isinstance(info.default, str)):
                 continue  # as if it were not there, which is what it means to the Go plugin
             if info.name in values:
                 log.warning("%s%s: is there more than once, the last one counts", prefix, info.encode_name)
@@ -1793,7 +1809,7 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
         elif not key.startswith("$"):  # as "$schema", for editors
             nearest = difflib.get_close_matches(key.lower(), fields, n=1)
             hint = f", did you mean {fields[nearest[0]].encode_name}?" if nearest else ""
-            log.warning("%s%s: unknown key, ignored%s", prefix, ascii(key)[1:-1], hint)
+            log.warning("%s%s: unknown key, ignored%s", prefix, ascii(key)[1:-1][:80], hint)
     for info in fields.values():
         if info.required and info.name not in values:
             errors.append(f"{prefix}{info.encode_name}: is missing")
@@ -1832,6 +1848,15 @@ class Subfunction(msgspec.Struct, frozen=True, kw_only=True):
     def name(self) -> str:
         """The network device that it has or will have."""
         return f"{self.primary}sf{self.number}"
+
+
+def part_or_whole(device: NetDevice, devices: Mapping[str, NetDevice]) -> NetDevice | Subfunction:
+    """A device of a pod, or the subfunction that it is by name, driver and PCI address."""
+    name, _, number = device.name.rpartition("sf")
+    primary = devices.get(name)
+    if primary is None or device.driver not in SUBFUNCTION_DRIVERS or not number.isdecimal():
+        return device
+    return Subfunction(primary=name, pci=device.pci, number=int(number)) if primary.pci == device.pci else device
 
 
 class PoolConfig(PoolOptions, frozen=True, kw_only=True):
@@ -1914,7 +1939,7 @@ class _Choice:
         """The devices here that are the pool's in any case: its pods have them."""
         names = sorted(name for name, owner in self._allocated.items() if owner == pool.name and name in self._devices)
         self._holder.update(dict.fromkeys(names, pool))
-        return {name: self._devices[name] for name in names}
+        return {name: part_or_whole(self._devices[name], self._devices) for name in names}
 
     def choose(
         self, pool: PoolRules, devices: Iterable[DeviceConfig], drivers: Iterable[DriverConfig]
@@ -2029,6 +2054,8 @@ def _never_taken(device: NetDevice) -> str:
     """The rule by which no configuration can claim a device; "" where there is none."""
     if device.name == "lo":
         return "the loopback device is never taken"
+    if not device.name.isprintable():  # kubelet could not be told of it
+        return "its name is not UTF-8, or has control characters"
     if device.default_route:
         return "a default route leaves through it"
     if device.master:
@@ -2881,6 +2908,8 @@ class ResourceServer:
         grpc_server: What serves kubelet; None while nothing does.
     """
 
+    RESERVED: tuple[str, ...] = ()
+    """Endpoints that are somebody else's."""
     STREAM_GRACE = 1.0
     """Seconds without a stream after which kubelet is registered with again. It never opens one on its own."""
     OPEN_GRACE = 5.0
@@ -2894,7 +2923,7 @@ class ResourceServer:
         self.resource = f"{namespace}/{device_type}"
         plugin_dir = kubelet_dir / "device-plugins"
         self.socket_path = plugin_dir / f"{namespace}-{device_type}.sock"
-        if len(os.fsencode(self.socket_path)) > SUN_PATH_MAX:
+        if len(os.fsencode(self.socket_path)) > SUN_PATH_MAX or self.socket_path.name in self.RESERVED:
             self.socket_path = plugin_dir / f"{hashlib.sha256(self.resource.encode()).hexdigest()[:16]}.sock"
         self.registered = False
         self.grpc_server: GrpcServer | None = None
@@ -3533,6 +3562,8 @@ RELEASE_AFTER_EMPTY = 300.0
 """The same in seconds where kubelet lists no pod at all: then it may just have started."""
 RELEASE_GRACE = 60.0
 """Seconds after Allocate in which a device is not released: kubelet lists a pod only once it is admitted."""
+SYNCER_NAME = f"{NAMESPACE}-syncer.sock"
+"""The socket beside kubelet's on which the CNI calls."""
 HOLD_OFF = 5.0
 """Seconds in which nothing is made of a device that the CNI has asked for: it detaches whatever is attached."""
 SUBFUNCTION_TIMEOUT = 10.0
@@ -3596,6 +3627,10 @@ class PoolScanner:
             async for self._devices in snapshots:
                 self.refresh()
 
+    def devices(self) -> list[NetDevice]:
+        """All devices of the host, as last seen."""
+        return list((self._devices or {}).values())
+
     def configure(self, config: PluginConfig) -> None:
         """From now on these are the pools."""
         self._config = config
@@ -3626,7 +3661,8 @@ class PoolScanner:
             if pool in self.pools:
                 found = self.pools[pool].devices
             else:  # configured no more: what its pods have, and nothing else
-                found = {name: devices[name] for name, owner in allocated.items() if owner == pool and name in devices}
+                names = [name for name, owner in allocated.items() if owner == pool and name in devices]
+                found = {name: part_or_whole(devices[name], devices) for name in names}
             tree[pool] = {name: self._info(device, devices.get(name)) for name, device in found.items()}
         self._infos = {
             name: info for found in tree.values() for name, info in found.items() if isinstance(info, PoolDeviceInfo)
@@ -3775,11 +3811,19 @@ class EthtoolUndo:
     """What undoes the ethtool commands of allocated devices, kept in files: it outlives the daemon.
 
     Args:
-        directory: Of one pool; in it is a file for each device.
+        uds_dir: Where the pools' directories are; beside them is one for these files.
+        pool: Whose devices they are.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    _NAME = ".ethtool"
+
+    def __init__(self, uds_dir: Path, pool: str) -> None:
+        self._directory = uds_dir / self._NAME / pool
+
+    @classmethod
+    def all_due(cls, uds_dir: Path) -> dict[str, str]:
+        """The devices of all pools for which there is something to be undone: device → pool."""
+        return {path.name: path.parent.name for path in (uds_dir / cls._NAME).glob("*/*")}
 
     def is_due(self, device: str) -> bool:
         """Whether there is anything to be undone for a device."""
@@ -4174,6 +4218,7 @@ class PoolManager(ResourceServer):
         kubelet_dir: See ResourceServer.
         retired: Whether it only serves the pods that it has; see reconfigure.
         released: Is called when a device is its pod's no more, and nothing of the pod is left on it.
+        host_devices: Says which devices are in the host namespace.
         detaching: Shared by the pools: names of devices that one of them is letting go of, and when it has.
 
     Attributes:
@@ -4182,6 +4227,7 @@ class PoolManager(ResourceServer):
         server_factory: Makes the socket server of an allocated device.
     """
 
+    RESERVED = (SYNCER_NAME,)
     device_prefix = NAMESPACE
     server_factory: Callable[..., UdsServer] = UdsServer
 
@@ -4199,6 +4245,7 @@ class PoolManager(ResourceServer):
         kubelet_dir: Path = KUBELET_DIR,
         retired: bool = False,
         released: Callable[[], None] = lambda: None,
+        host_devices: Callable[[], Iterable[NetDevice]] = tuple,
         detaching: dict[str, trio.Event] | None = None,
     ) -> None:
         super().__init__(NAMESPACE, config.name, plugin=self, kubelet_dir=kubelet_dir)
@@ -4213,8 +4260,9 @@ class PoolManager(ResourceServer):
         self._pod_resources = pod_resources or PodResources(kubelet_dir / "pod-resources" / "kubelet.sock")
         self._asks_itself = pod_resources is None
         self._uds_dir = uds_dir / config.name
-        self._undo = EthtoolUndo(uds_dir / ".ethtool" / config.name)
+        self._undo = EthtoolUndo(uds_dir, config.name)
         self._released = released
+        self._host_devices = host_devices
         self._detaching = {} if detaching is None else detaching
         self._nursery: trio.Nursery | None = None
         self._retired = retired
@@ -4352,6 +4400,8 @@ class PoolManager(ResourceServer):
                 else:
                     log.info("%s: %s: what was left of it is removed: %s", self.resource, name, exc.strerror)
                     self._unpin(name)
+                    if exc.errno == errno.ENOLINK:
+                        self._undo.forget(name)
                 continue
             device = self.devices.setdefault(name, PoolDevice(name))
             device.attachment = attachment
@@ -4367,6 +4417,7 @@ class PoolManager(ResourceServer):
                     shutil.rmtree(entry, ignore_errors=True)
         self._pod_resources.hurry()
         for device in list(self.devices.values()):
+            device.kept = device.kept or self._undo.is_due(device.name)
             self._settle(device)
 
     def _restored_options(self, name: str) -> PoolOptions:
@@ -4551,6 +4602,8 @@ class PoolManager(ResourceServer):
 
     async def _work(self, device: PoolDevice, done: trio.Event) -> None:
         try:
+            if device.attachment is not None and self.bpf_handler.ifindex(device.attachment) == 0:
+                self._undo.forget(device.name)  # its device is no more, and another has its name
             if device.allocation is None and not device.wanted:
                 await self._clean(device)
             idle = device.allocation is None and not device.wanted
@@ -4582,8 +4635,8 @@ class PoolManager(ResourceServer):
         await self._undo_ethtool(device)
 
     async def _undo_ethtool(self, device: PoolDevice) -> None:
-        if device.net is not None and (commands := self._undo.commands(device.name)):
-            await trio.to_thread.run_sync(self._ethtool.undo, commands)
+        if device.net is not None and self._undo.is_due(device.name):
+            await trio.to_thread.run_sync(self._ethtool.undo, self._undo.commands(device.name))
             self._undo.forget(device.name)
             log.info("%s: %s: ethtool settings undone", self.resource, device.name)
 
@@ -4723,7 +4776,7 @@ class PoolManager(ResourceServer):
         for command in self._options.ethtool_cmds:
             if device.net is None:
                 log.warning("%s: %s: ethtool %s is left out: the device is still with its last pod", *names, command)
-            elif "-ip-" in command:
+            elif re.search(r"(?<!\w)-ip-(?!\w)", command):  # not as in tx-checksum-ip-generic
                 log.warning("%s: %s: ethtool %s is left out: only the CNI knows the address", *names, command)
             else:
                 arguments = self._ethtool.arguments(command, device.name)
@@ -4878,6 +4931,8 @@ class PoolManager(ResourceServer):
             device.server.scope.cancel()
             device.server = None
         shutil.rmtree(self._uds_dir / device.name, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other devices of the pool are still served
+            self._uds_dir.rmdir()
         self._unpin(device.name)
         if device.attachment is not None:
             device.attachment.pinned = False
@@ -4899,6 +4954,9 @@ class PoolManager(ResourceServer):
         try:
             async with device.letting_go:
                 listed = device.allocation is not None and await self._is_listed(name)
+                if listed is not False and await self._is_elsewhere(device):
+                    log.info("%s: %s: the CNI lets go of it, but its pod has it: nothing is done", self.resource, name)
+                    return True  # late, for an earlier pod: it detaches here, where the device is not
                 while device.working is not None:
                     await device.working.wait()
                 # From here on nothing is waited for: whoever has it now may have come only after the question.
@@ -4918,11 +4976,17 @@ class PoolManager(ResourceServer):
             self._settle(device)
         return True
 
-    async def _is_listed(self, name: str) -> bool:
-        """Whether kubelet lists a device now, and so for another pod than that which ends; asks it."""
+    async def _is_listed(self, name: str) -> bool | None:
+        """Whether kubelet lists a device now, and so for another pod than that which ends; None if it does not say."""
         with contextlib.suppress(RpcError), trio.move_on_after(OWNER_TIMEOUT):
             return (self.resource, name) in (await self._pod_resources.ask()).owners
-        return False
+        return None
+
+    async def _is_elsewhere(self, device: PoolDevice) -> bool:
+        """Whether a device lives in another network namespace at this moment."""
+        if device.attachment is not None and not self.bpf_handler.ifindex(device.attachment):
+            return False
+        return device.name not in await trio.to_thread.run_sync(self.net_handler.devices)
 
     @staticmethod
     def _is_unknown(device: PoolDevice, allocation: Allocation) -> bool:
@@ -4994,8 +5058,6 @@ class PoolManager(ResourceServer):
         for name in [name for resource_name, name in view.owners if resource_name == self.resource]:
             device = self.devices.get(name)
             if device is None:
-                if self._options.has_program:
-                    continue  # it is away; PreStartContainer is going to speak of it
                 device = self.devices[name] = PoolDevice(name)
             elif device.allocation or device.wanted or view.asked_at <= max(device.free_since, device.hold_until):
                 continue
@@ -5010,9 +5072,12 @@ class PoolManager(ResourceServer):
         A device that lives in some other namespace is in use, whatever kubelet says: it comes back, or dies with the
         namespace, when its pod ends.
         """
-        if device.net is None and device.attachment is not None and self.bpf_handler.ifindex(device.attachment):
-            device.missed = 0
-            return
+        attachment = device.attachment
+        if device.net is None and attachment is not None and self.bpf_handler.ifindex(attachment):
+            renamed = any(net.xdp_prog_id == attachment.prog_id for net in self._host_devices())
+            if not renamed:
+                device.missed = 0
+                return
         if device.missed == 0 or device.missed_empty != view.empty:
             device.missed, device.missed_since, device.missed_empty = 0, view.asked_at, view.empty
         device.missed += 1
@@ -5053,7 +5118,7 @@ class Syncer:
     """Seconds for one call."""
 
     def __init__(self, pools: Callable[[], Iterable[PoolManager]], *, kubelet_dir: Path = KUBELET_DIR) -> None:
-        self.path = kubelet_dir / "device-plugins" / f"{NAMESPACE}-syncer.sock"
+        self.path = kubelet_dir / "device-plugins" / SYNCER_NAME
         self._pools = pools
 
     async def DelNetDev(self, request: syncer.DeleteNetDevReq) -> syncer.DeleteNetDevResp:  # noqa: N802  the API's name
@@ -5133,13 +5198,10 @@ class KindKeeper:
             KindNetworkError: It cannot be made.
         """
         if wanted != self._wanted:
-            if wanted:
-                await self._set_up()
             self._wanted = wanted
             changed, self._changed = self._changed, trio.Event()
             changed.set()
-            if not wanted:
-                await self.remove()
+            await (self._set_up() if wanted else self.remove())
 
     async def remove(self) -> None:
         """Removes what no pod has."""
@@ -5203,27 +5265,31 @@ class Paths:
     uds_dir: Path = UDS_DIR
     bpffs: Path = BPFFS
 
+    def problems(self, config: PluginConfig) -> Iterator[str]:
+        """Yields a line for each socket whose path is too long to be bound. See get_plugin_config."""
+        paths = []
+        for index, pool in enumerate(config.pools or ()):
+            if pool is None or pool.name is None:
+                continue
+            endpoint = self.kubelet_dir / "device-plugins" / f"{NAMESPACE}-{pool.name}.sock"
+            paths.append((f"pools[{index}].name", endpoint))
+            devices = [device for device in pool.devices or () if device is not None]
+            names = {device.name or "": f"devices[{number}].name" for number, device in enumerate(devices)}
+            if pool.drivers or pool.nodes or "" in names or pool.mode == "cdq":
+                names = {"x" * DEVICE_NAME_MAX: "name", **names}
+            for name, key in names.items():
+                paths.append((f"pools[{index}].{key}", self.uds_dir / pool.name / name / SOCKET_NAME))
+        for key, path in paths:
+            if len(os.fsencode(path)) > SUN_PATH_MAX:
+                yield f"{key}: makes the path of a socket longer than {SUN_PATH_MAX} bytes: {path}"
+
     def check(self, config: PluginConfig) -> None:
         """Makes sure that each socket's path is short enough to be bound.
 
         Raises:
             ConfigError: One is not.
         """
-        paths = []
-        for index, pool in enumerate(config.pools):
-            endpoint = self.kubelet_dir / "device-plugins" / f"{NAMESPACE}-{pool.name}.sock"
-            paths.append((f"pools[{index}].name", endpoint))
-            names = {device.name: f"devices[{number}].name" for number, device in enumerate(pool.devices)}
-            if pool.drivers or pool.nodes or "" in names or pool.mode == "cdq":
-                names = {"x" * DEVICE_NAME_MAX: "name", **names}
-            for name, key in names.items():
-                paths.append((f"pools[{index}].{key}", self.uds_dir / pool.name / name / SOCKET_NAME))
-        errors = [
-            f"{key}: makes the path of a socket longer than {SUN_PATH_MAX} bytes: {path}"
-            for key, path in paths
-            if len(os.fsencode(path)) > SUN_PATH_MAX
-        ]
-        if errors:
+        if errors := list(self.problems(config)):
             raise ConfigError(errors)
 
 
@@ -5288,11 +5354,12 @@ async def serve(
                 kubelet_dir=paths.kubelet_dir,
                 retired=retired,
                 released=scanner.refresh,
+                host_devices=scanner.devices,
                 detaching=detaching,
             )
             return pools[name]
 
-        left = pinned(xdp)  # by an earlier daemon; the pools take it over
+        left = {**EthtoolUndo.all_due(paths.uds_dir), **pinned(xdp)}  # by an earlier daemon; the pools take it over
 
         def owners(names: Callable[[PoolManager], Iterable[str]]) -> dict[str, str]:
             now = {name: pool.name for pool in pools.values() for name in names(pool)}
@@ -5353,6 +5420,8 @@ def check_report(
     pools, passed = choose_devices(config, devices, host, allocated)
     hostname = host.hostname()
     yield f"node {hostname}: {len(pools) or 'no'} pools"
+    if config.kind_cluster and KindNetwork.missing(devices):
+        yield f"kindCluster: {', '.join(KindNetwork.PAIRS)} are made for pods when the daemon starts"
     for rules, pool in zip(config.pools, pools, strict=True):
         special = ", by its rules for this node" if rules.on_node(hostname) != rules.on_node("") else ""
         yield f"{NAMESPACE}/{pool.name}: {pool.mode} mode, {len(pool.devices)} devices{special}"
@@ -5468,6 +5537,22 @@ class _JsonFormatter(logging.Formatter):
 class _LogFile(logging.handlers.WatchedFileHandler):
     """A log file that somebody may rotate, and that everybody may read."""
 
+    failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler.emit: what cannot be written is left out, and that is said once."""
+        try:
+            self.reopenIfNeeded()
+            if self.stream is None:
+                self.stream = self._open()
+            self.stream.write(self.format(record) + self.terminator)
+            self.stream.flush()
+            self.failed = False
+        except (OSError, ValueError) as exc:
+            if not self.failed:
+                print(f"afxdpd: {self.baseFilename}: cannot be written: {exc}", file=sys.stderr)
+            self.failed = True
+
     def _open(self) -> Any:
         stream = super()._open()
         os.fchmod(stream.fileno(), 0o644)
@@ -5499,11 +5584,10 @@ def _read_config(options: argparse.Namespace, paths: Paths) -> PluginConfig:
     """Reads the configuration, and logs as it says.
 
     Raises:
-        ConfigError: See get_plugin_config and Paths.check.
+        ConfigError: See get_plugin_config and Paths.problems.
         LogFileError: See _set_up_logging.
     """
-    config = get_plugin_config(options.config)
-    paths.check(config)
+    config = get_plugin_config(options.config, problems=paths.problems)
     _set_up_logging(options, config)
     return config
 
@@ -5567,8 +5651,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         if options.check:
-            config = get_plugin_config(options.config)
-            paths.check(config)
+            config = get_plugin_config(options.config, problems=paths.problems)
             allocated = pinned(Xdp(paths.bpffs))
             print("\n".join(check_report(config, Network().devices(), Host(), allocated)))
             return ExitCode.NORMAL

@@ -68,6 +68,19 @@ def _kernel_tests_can_run(request: pytest.FixtureRequest) -> None:
         pytest.skip(_missing)
 
 
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """Undoes what the command line does to this process's logging."""
+    root, log = logging.getLogger(), logging.getLogger("afxdpd")
+    handlers, level = list(root.handlers), log.level
+    yield
+    for handler in root.handlers:
+        if handler not in handlers:
+            handler.close()
+    root.handlers[:] = handlers
+    log.setLevel(level)
+
+
 @pytest.fixture
 def kernel() -> Iterator[Kernel]:
     """The namespaces; afterwards every pin, and every device but lo, is gone."""

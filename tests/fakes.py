@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -403,21 +403,25 @@ class FakeKind:
         self._network = network
         self._numbers = itertools.count(200)
 
-    def missing(self, names: Iterable[str]) -> bool:
+    def missing(self, devices: Mapping[str, NetDevice]) -> bool:
         """See KindNetwork.missing."""
-        return KindNetwork.missing(names)
+        return KindNetwork.missing(devices)
 
     def set_up(self) -> list[str]:
         """See KindNetwork.set_up."""
         if self.error is not None:
             raise self.error
-        devices = self._network.devices()
-        names = [KindNetwork.BRIDGE] if KindNetwork.BRIDGE not in devices else []
+        before = self._network.devices()
+        names = [KindNetwork.BRIDGE] if KindNetwork.BRIDGE not in before else []
         for pod, port in KindNetwork.PAIRS.items():
-            names += [] if port in devices else [pod, port]
+            names += [] if port in before else [pod, port]
+        after = {name: NetDevice(name=name, ifindex=next(self._numbers), driver="veth") for name in names}
+        bridge = {**before, **after}[KindNetwork.BRIDGE].ifindex
+        for port in KindNetwork.PAIRS.values():
+            after[port] = dataclasses.replace({**before, **after}[port], master=bridge)
         if names:
             self.made += 1
-            self._network.change(*(NetDevice(name=name, ifindex=next(self._numbers), driver="veth") for name in names))
+            self._network.change(*after.values())
         return names
 
     def remove(self, keep: Collection[str]) -> None:

@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -241,7 +241,9 @@ def test_program_ends_with_1_when_a_socket_path_would_be_too_long(
         output = capsys.readouterr()
         assert output.out == ""
         assert re.fullmatch(
-            rf"afxdpd: pools\[0\]\.devices\[0\]\.name: .* 107 bytes: {long}/pool/absent0/afxdp.sock\n", output.err
+            rf"afxdpd: {directory}/config.json: pools\[0\]\.devices\[0\]\.name: .* 107 bytes: "
+            rf"{long}/pool/absent0/afxdp.sock\n",
+            output.err,
         )
     assert not long.exists()
 
@@ -521,19 +523,6 @@ def with_keys(directory: Path, **keys: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **keys}))
 
 
-@pytest.fixture
-def _logging_as_before() -> Iterator[None]:
-    """Undoes what the command line does to this process's logging."""
-    root, log = logging.getLogger(), logging.getLogger("afxdpd")
-    handlers, level = list(root.handlers), log.level
-    yield
-    for handler in root.handlers:
-        if handler not in handlers:
-            handler.close()
-    root.handlers[:] = handlers
-    log.setLevel(level)
-
-
 @pytest.mark.kernel
 async def test_log_is_json_when_the_option_says_so(kernel: Kernel, directory: Path) -> None:
     """With --log-format json each line is an object with time, level and message, from the first line to the last."""
@@ -556,7 +545,6 @@ async def test_log_is_json_when_the_option_says_so(kernel: Kernel, directory: Pa
     assert messages[-1] == "SIGTERM: ending; pods keep their devices"
 
 
-@pytest.mark.usefixtures("_logging_as_before")
 def test_record_has_the_error_when_there_is_a_traceback(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A traceback is in the field error of its line, and a text that is no UTF-8 does no harm."""
     options = ["--config", str(directory / "config.json"), "--bpffs", str(directory), "--check"]

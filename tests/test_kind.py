@@ -15,7 +15,7 @@ from conftest import Kernel, open_fds
 from pyroute2 import IPRoute
 from support import Pod, delete_link, make_veth
 
-from afxdpd import KindNetwork
+from afxdpd import KindNetwork, NetDevice, Network
 
 pytestmark = pytest.mark.kernel
 
@@ -152,7 +152,7 @@ def test_pair_is_left_alone_when_its_end_is_with_a_pod(kernel: Kernel) -> None:
         ip("link", "set", "veth7", "down")
         assert KindNetwork().set_up() == ["veth7 on the bridge"]
         assert_complete(with_pods=("veth6",))
-        assert not KindNetwork.missing(devices())
+        assert not KindNetwork.missing(Network().devices())
         pod.give_back("veth6")
     assert KindNetwork().set_up() == []
     assert ifindexes() == before
@@ -164,7 +164,7 @@ def test_pair_is_made_again_when_its_pod_took_it_along(kernel: Kernel) -> None:
     with Pod() as pod:
         pod.take("veth6")
     wait_gone("veth7")
-    assert KindNetwork.missing(devices())
+    assert KindNetwork.missing(Network().devices())
     assert KindNetwork().set_up() == ["pair veth6 and veth7"]
     assert_complete()
 
@@ -260,7 +260,15 @@ def test_bridge_is_kept_when_something_else_is_on_it(kernel: Kernel) -> None:
 )
 def test_something_is_missing_when_no_pod_can_have_it(gone: set[str], missing: bool) -> None:
     """The bridge or its end of a pair being away means work; the pod's end being away does not."""
-    assert KindNetwork.missing(name for name in EVERYTHING | {"eth0"} if name not in gone) is missing
+    names = (EVERYTHING | {"eth0"}) - gone
+    found = {name: NetDevice(name=name, ifindex=9, master=9 if name in PORTS else 0) for name in names}
+    assert KindNetwork.missing(found) is missing
+
+
+def test_something_is_missing_when_a_port_is_not_on_the_bridge() -> None:
+    """A port that somebody took off the bridge is to be put back."""
+    found = {name: NetDevice(name=name, ifindex=9, master=9 if name in PORTS[1:] else 0) for name in EVERYTHING}
+    assert KindNetwork.missing(found)
 
 
 async def test_network_is_made_when_called_from_a_worker_thread(kernel: Kernel) -> None:

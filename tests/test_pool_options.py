@@ -254,12 +254,14 @@ async def test_device_is_adopted_when_kubelet_lists_it_after_a_reboot(short_path
         assert await bench.get_map("veth0") == bench.pinned("veth0")
 
 
-async def test_device_is_not_adopted_when_it_is_away_after_a_reboot(short_path: Path) -> None:
-    """A device that is neither here nor pinned cannot be equipped: kubelet speaks of it when its container starts."""
+async def test_device_is_adopted_when_it_is_away_after_a_reboot(short_path: Path) -> None:
+    """A pod's device stays listed while it is neither here nor pinned; its container cannot start with it."""
     bench = OptionsBench(short_path)
     async with bench.running("veth1"):
         bench.tell("veth0")
-        assert bench.health() == {"veth1": HEALTHY}
+        assert bench.health() == {"veth0": HEALTHY, "veth1": HEALTHY}
+        with pytest.raises(RequestError, match=r"veth0: it is not in the host's .*; delete the pod"):
+            await bench.pre_start("veth0")
 
 
 # -- bpfMapPinningEnable -----------------------------------------------------------------------------------------------
@@ -1345,7 +1347,7 @@ async def test_subfunction_is_used_or_deleted_when_a_crash_has_left_it(cdq: Opti
         cdq.devlink.rename(name, "ens1sf1")
     cdq.devlink.calls.clear()
     async with cdq.running(*cdq.network.devices().values(), prepared=False):
-        cdq.tell("veth7")
+        cdq.pod_resources.tell(PodView(owners={}, asked_at=trio.current_time(), empty=False))
         await eventually(cdq.ready(*PARTS))
         await cdq.at_rest()
         if named:
@@ -1580,9 +1582,10 @@ async def test_error_names_the_device_when_the_kind_network_cannot_be_made(caplo
         await keeping.keeper.want(True)
     async with keeping.running():
         await wait_all_tasks_blocked()
-        assert caplog.records == []
         keeping.kind.error = None
-        await keeping.keeper.want(True)
+        keeping.network.change(net("veth1"))
+        await eventually(lambda: keeping.names() == KIND_DEVICES | {"veth1"})
+        keeping.network.change(gone=["veth1"])
         await wait_all_tasks_blocked()
         caplog.clear()
         keeping.kind.error = OSError(errno.EBUSY, "Device or resource busy", "veth10")
