@@ -595,8 +595,7 @@ async def test_device_is_forgotten_when_it_is_released_from_a_retired_pool(bench
         release(bench, "veth1")
         await bench.at_rest()
         assert bench.health() == {"veth1": HEALTHY}
-        assert bench.xdp.program(10) == 0
-        assert len(bench.xdp.descriptors()) == 2
+        await eventually(lambda: bench.xdp.program(10) == 0 and len(bench.xdp.descriptors()) == 2)
 
 
 # -- The scanner -------------------------------------------------------------------------------------------------------
