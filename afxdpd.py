@@ -22,6 +22,7 @@ import argparse
 import collections
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import datetime
 import difflib
@@ -362,10 +363,12 @@ class Network:
         asked for again, so that what is yielded is always the present state.
         """
         groups = RTMGRP_LINK | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
-        with trio.socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as events:
-            await events.bind((0, groups))  # before the dump: what changes in between is seen twice, not never
-            while True:
-                try:
+        while True:
+            try:
+                # Bound before anything is asked for: what changes in between is seen twice, not never. After a loss
+                # with a new socket: what waits in the old one is older than the answers.
+                with trio.socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as events:
+                    await events.bind((0, groups))
                     links = await trio.to_thread.run_sync(self._dump, RTM_GETLINK, ifinfmsg())
                     table = {device.ifindex: device for device in map(self._device, links)}
                     routes = await trio.to_thread.run_sync(self._default_routes)
@@ -380,14 +383,14 @@ class Network:
                         # The kernel tells nothing of a route that goes with its device's state or address.
                         if default_route or touched & routes:
                             routes = await trio.to_thread.run_sync(self._default_routes)
-                except OSError as exc:
-                    if exc.errno == errno.ENOBUFS:
-                        log.warning("netlink: events were lost, asking for all devices again")
-                    elif exc.errno in OUT_OF_RESOURCES:
-                        log.warning("netlink: %s, asking for all devices again", exc.strerror)
-                        await trio.sleep(1)
-                    else:
-                        raise
+            except OSError as exc:
+                if exc.errno == errno.ENOBUFS:
+                    log.warning("netlink: events were lost, asking for all devices again")
+                elif exc.errno in OUT_OF_RESOURCES:
+                    log.warning("netlink: %s, asking for all devices again", exc.strerror)
+                    await trio.sleep(1)
+                else:
+                    raise
 
     def _apply(self, data: bytes, table: dict[int, NetDevice], addresses: dict[int, set[str]]) -> tuple[set[int], bool]:
         """Brings the tables up to date; returns the devices concerned, and whether a default route came or went."""
@@ -695,13 +698,19 @@ class Xdp:
 
         See bpf(2), BPF_OBJ_PIN.
         """
-        self.unpin(pool, device)
         directory = self._directory(pool, device)
+        for path in (directory.parent, directory):
+            if path.exists() and not path.is_dir():  # nothing of ours
+                path.unlink()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The link comes last: where it is, everything is.
+        # The link comes last: where it is, everything is. Each is replaced at once, so that there is one at any time.
         for fd, name in ((attachment.xskmap, MAP_NAME), (attachment.link, "link")):
-            path = directory / name
-            _check(lib.uds_obj_pin(fd.fileno(), os.fsencode(path)), str(path))
+            path, new = directory / name, directory / f"{name}_new"
+            new.unlink(missing_ok=True)
+            _check(lib.uds_obj_pin(fd.fileno(), os.fsencode(new)), str(path))
+            if path.is_dir():  # nothing of ours
+                shutil.rmtree(path)
+            new.replace(path)
         attachment.pinned = True
 
     def unpin(self, pool: str, device: str) -> None:
@@ -891,7 +900,10 @@ class Host:
             if path.is_dir():
                 path.chmod(0o711)  # we have to get in ourselves: what is in it is the user's, and nobody else's
             else:
-                os.chown(path, uid, -1)
+                try:
+                    os.chown(path, uid, -1)
+                except PermissionError as exc:
+                    raise OSError(exc.errno, f"cannot be given to user {uid}: that needs CAP_CHOWN", str(path)) from exc
 
     def user_of(self, path: Path) -> int:
         """The user that `grant` gave access to a file; 0 for none, or if the file is not there."""
@@ -948,10 +960,14 @@ class DirectoryWatch:
     """
 
     POLL = 1.0
+    """Seconds between looks where nothing can be watched."""
+    LOOK = 10.0
+    """Seconds after which it is looked whether the directory is another one by now, of which inotify tells nothing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inotify: inotify_simple.INotify | None = None
+        self._identity: tuple[int, int] | None = None  # not held open, as the kernel tells of its end only then
         self._last_trouble = ""
 
     def __enter__(self) -> DirectoryWatch:
@@ -967,12 +983,19 @@ class DirectoryWatch:
             await trio.sleep(self.POLL)
             self._open()
             return
-        await trio.lowlevel.wait_readable(self._inotify.fileno())
-        events = list(self._inotify.read(timeout=0))
         flags = inotify_simple.flags
-        if any(event.mask & (flags.IGNORED | flags.MOVE_SELF | flags.UNMOUNT) for event in events):
-            self._close()
-            self._open()
+        while True:
+            events = []
+            with trio.move_on_after(self.LOOK) as look:
+                await trio.lowlevel.wait_readable(self._inotify.fileno())
+                events = list(self._inotify.read(timeout=0))
+            ended = any(event.mask & (flags.IGNORED | flags.MOVE_SELF | flags.UNMOUNT) for event in events)
+            if ended or self._identity != self._look():  # removed, moved or mounted over, or something above it
+                self._close()
+                self._open()
+                return
+            if not look.cancelled_caught:
+                return
 
     def _open(self) -> None:
         flags = inotify_simple.flags
@@ -982,6 +1005,7 @@ class DirectoryWatch:
                 self._path,
                 flags.CREATE | flags.DELETE | flags.MOVED_TO | flags.MOVED_FROM | flags.MOVE_SELF | flags.ONLYDIR,
             )
+            self._identity = self._look()
         except OSError as exc:
             self._close()
             if exc.errno not in (errno.ENOENT, errno.ENOTDIR) and self._last_trouble != exc.strerror:
@@ -992,6 +1016,13 @@ class DirectoryWatch:
         if self._inotify is not None:
             self._inotify.close()
             self._inotify = None
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
 
 
 PROGRAM_TIMEOUT = 10.0
@@ -3526,7 +3557,7 @@ class PodResources:
                 for devices in container.devices:
                     for device_id in devices.device_ids:
                         owners.setdefault((devices.resource_name, device_id), {})[owner] = None
-        return {key: tuple(found) for key, found in owners.items()}
+        return {key: tuple(sorted(found, key=str)) for key, found in owners.items()}
 
 
 # ======================================================================================================================
@@ -3566,6 +3597,8 @@ SYNCER_NAME = f"{NAMESPACE}-syncer.sock"
 """The socket beside kubelet's on which the CNI calls."""
 HOLD_OFF = 5.0
 """Seconds in which nothing is made of a device that the CNI has asked for: it detaches whatever is attached."""
+HOLD_OFF_TAKEN = 0.5
+"""The same where the next pod has it already, whose CNI is about to move it: then it has to have its program."""
 SUBFUNCTION_TIMEOUT = 10.0
 """Seconds for a new subfunction's network device to come."""
 FUZZ_REQUESTS, FUZZ_PAUSE = 1000, 0.01
@@ -3784,7 +3817,11 @@ class PodFiles:
             start = bool(self._waiting) and not self._running
             self._running = self._running or start
         if start:
-            threading.Thread(target=self._close_all, name="afxdpd-close", daemon=True).start()
+            try:
+                threading.Thread(target=self._close_all, name="afxdpd-close", daemon=True).start()
+            except RuntimeError:  # there can be no more threads: the next call tries again
+                with self._lock:
+                    self._running = False
 
     async def wait_room(self) -> None:
         """Returns when not too many wait."""
@@ -4013,20 +4050,20 @@ class UdsServer:
 
     async def _converse(self, connection: socket.socket, connected: bool) -> None:
         while True:
-            await self._files.wait_room()
-            packet = await _receive_packet(connection, self._idle_timeout)
+            packet = await self._receive(connection)
             if packet is None:
                 self._say(logging.INFO, "connection closed: silent for %g s", self._idle_timeout)
                 return
             if packet.end_of_file:
                 return
             try:
-                async with self._turn:  # one packet of this pod, then the other pods get their turn
-                    await trio.lowlevel.checkpoint()
                 if packet.truncated:
                     request: Request = Malformed("longer than any request")
                 else:
                     request = parse_request(packet.data, connected=connected)
+                if not isinstance(request, ConfigBusyPoll):  # nobody needs the files, and an answer may take its time
+                    unwanted, packet = packet.fds, dataclasses.replace(packet, fds=())
+                    self._files.close(unwanted)
                 reply, fd = await self._answer(request, packet)
             finally:
                 self._files.close(packet.fds)
@@ -4036,6 +4073,23 @@ class UdsServer:
                 await _send_packet(connection, reply, fd)
             if isinstance(request, Fin):
                 return
+
+    async def _receive(self, connection: socket.socket) -> Packet | None:
+        """Waits for one packet; None if none has come in the idle time. See uds_recv in _uds_helper.h.
+
+        The conversations of a pod receive one at a time, and other pods get their turn in between: so a pod costs
+        others the same, however many conversations it has, and no more files are held than there is room for.
+        """
+        deadline = trio.current_time() + self._idle_timeout
+        while True:
+            with trio.move_on_at(deadline) as idle:
+                await trio.lowlevel.wait_readable(connection)
+            async with self._turn:
+                await trio.lowlevel.checkpoint()
+                await self._files.wait_room()
+                packet = _receive_now(connection)
+            if packet is not None or idle.cancelled_caught:
+                return packet
 
     async def _answer(self, request: Request, packet: Packet) -> tuple[bytes, Fd | None]:
         """Returns the reply, and the descriptor that goes with it, the caller's."""
@@ -4117,18 +4171,6 @@ class Packet:
     pid: int
 
 
-async def _receive_packet(connection: socket.socket, timeout: float) -> Packet | None:
-    """Waits for one packet; None if none has come in so many seconds. See uds_recv in _uds_helper.h."""
-    await trio.lowlevel.checkpoint()  # others get their turn, however fast this peer is
-    deadline = trio.current_time() + timeout
-    while (packet := _receive_now(connection)) is None:
-        with trio.move_on_at(deadline) as idle:
-            await trio.lowlevel.wait_readable(connection)
-        if idle.cancelled_caught:
-            return _receive_now(connection)  # it may have come while we were stopped
-    return packet
-
-
 def _receive_now(connection: socket.socket) -> Packet | None:
     buffer = ffi.new("char[]", REQUEST_MAX)
     fds = ffi.new("int[]", FDS_MAX)
@@ -4151,9 +4193,12 @@ async def _send_packet(connection: socket.socket, data: bytes, fd: Fd | None) ->
     """Sends one packet, when the peer has room for it. See uds_send in _uds_helper.h."""
     while True:
         result = lib.uds_send(connection.fileno(), data, len(data), -1 if fd is None else fd.fileno())
-        if result != -errno.EAGAIN:
+        if result == -errno.ETOOMANYREFS:  # processes of our user, as pods may be, have too many on their way
+            await trio.sleep(0.05)
+        elif result == -errno.EAGAIN:
+            await trio.lowlevel.wait_writable(connection)
+        else:
             break
-        await trio.lowlevel.wait_writable(connection)
     _check(result, "sending a reply")
 
 
@@ -4402,6 +4447,7 @@ class PoolManager(ResourceServer):
                     self._unpin(name)
                     if exc.errno == errno.ENOLINK:
                         self._undo.forget(name)
+                        kept.add(name)  # a running pod may have the directory mounted, and the device come again
                 continue
             device = self.devices.setdefault(name, PoolDevice(name))
             device.attachment = attachment
@@ -4628,7 +4674,9 @@ class PoolManager(ResourceServer):
         if device.subfunction is not None:
             await self._drop_attachment(device)
             if device.net is not None:
-                await trio.to_thread.run_sync(self._devlink.delete, device.subfunction.pci, device.subfunction.number)
+                await trio.to_thread.run_sync(
+                    self._devlink.delete, device.subfunction.pci, device.subfunction.number, abandon_on_cancel=True
+                )
                 log.info("%s: %s: subfunction deleted", self.resource, device.name)
                 device.net = None  # as netlink is about to say
             self._undo.forget(device.name)
@@ -4636,7 +4684,7 @@ class PoolManager(ResourceServer):
 
     async def _undo_ethtool(self, device: PoolDevice) -> None:
         if device.net is not None and self._undo.is_due(device.name):
-            await trio.to_thread.run_sync(self._ethtool.undo, self._undo.commands(device.name))
+            await trio.to_thread.run_sync(self._ethtool.undo, self._undo.commands(device.name), abandon_on_cancel=True)
             self._undo.forget(device.name)
             log.info("%s: %s: ethtool settings undone", self.resource, device.name)
 
@@ -4686,7 +4734,7 @@ class PoolManager(ResourceServer):
         """
         existed = await self._is_made(part)
         try:
-            await trio.to_thread.run_sync(self._devlink.add, part.pci, part.number)
+            await trio.to_thread.run_sync(self._devlink.add, part.pci, part.number, abandon_on_cancel=True)
             log.info("%s: %s: subfunction made", self.resource, part.name)
             return await self._wait_subfunction(part)
         except OSError:
@@ -4786,7 +4834,7 @@ class PoolManager(ResourceServer):
                     self._undo.keep(device.name, [*before, *commands])
 
                 try:
-                    await trio.to_thread.run_sync(self._ethtool.apply, arguments, remember)
+                    await trio.to_thread.run_sync(self._ethtool.apply, arguments, remember, abandon_on_cancel=True)
                 except OSError as exc:
                     raise RequestError(
                         f"{self.resource}: {device.name}: ethtoolCmds: {command!r}: {exc.strerror}",
@@ -4965,7 +5013,7 @@ class PoolManager(ResourceServer):
                     self._vacate(device)
                 self._unpin(name)
                 now = trio.current_time()
-                device.hold_until = now + HOLD_OFF
+                device.hold_until = now + (HOLD_OFF if device.allocation is None else HOLD_OFF_TAKEN)
                 # It may not have been seen to be back yet: then it is forgotten now, and comes as a new one.
                 self._held = {held: until for held, until in self._held.items() if until > now} | {
                     name: device.hold_until
@@ -5658,6 +5706,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = _read_config(options, paths)
         os.umask(0o077)
         _raise_file_limit()
+        _share_memory()
         trio.run(_serve_until_signal, config, paths, functools.partial(_read_config, options, paths))
     except Exception as exc:  # noqa: BLE001  the end of the program: all that is left is to say why
         return _exit_code(exc)
@@ -5684,6 +5733,12 @@ def _exit_code(exc: Exception) -> ExitCode:
     for line in lines:
         print(f"afxdpd: {line}", file=sys.stderr)
     return code
+
+
+def _share_memory() -> None:
+    """Has all threads use one arena of malloc(3): what one of them frees is there for the others. See mallopt(3)."""
+    with contextlib.suppress(AttributeError):  # another libc
+        ctypes.CDLL(None).mallopt(-8, 1)  # M_ARENA_MAX
 
 
 def _raise_file_limit() -> None:

@@ -732,6 +732,7 @@ async def test_cni_may_let_go_twice_when_it_does_so(bench: OptionsBench, mock_cl
     """The second time is as the first, and the while begins anew."""
     async with bench.running("veth0"):
         await bench.allocate(["veth0"])
+        bench.tell("veth0")
         assert await bench.pool.let_go("veth0")
         mock_clock.jump(HOLD_OFF - 1)
         assert await bench.pool.let_go("veth0")
@@ -762,6 +763,7 @@ async def test_allocate_waits_when_the_cni_has_let_go_of_the_device(bench: Optio
     """A pod that comes meanwhile is answered when the while is over, with a device that is as it has to be."""
     async with bench.running("veth0"), trio.open_nursery() as nursery:
         await bench.allocate(["veth0"])
+        bench.tell("veth0")
         await bench.pool.let_go("veth0")
         nursery.start_soon(bench.allocate, ["veth0"])
         await wait_all_tasks_blocked()
