@@ -4313,6 +4313,9 @@ class PoolManager(ResourceServer):
         self._retired = retired
         self._retired_changed = trio.Event()
         self._adopted = False
+        self._orphans: set[str] = (
+            set()
+        )  # devices that were destroyed meanwhile, whose directories wait for kubelet's word
         self._listed: dict[str, DeviceInfo] = {}
         self._held: dict[str, float] = {}  # device name → trio's time before which nothing is made of it
         self._due: dict[str, float] = {}  # device name → trio's time from which it may be prepared
@@ -4448,6 +4451,7 @@ class PoolManager(ResourceServer):
                     if exc.errno == errno.ENOLINK:
                         self._undo.forget(name)
                         kept.add(name)  # a running pod may have the directory mounted, and the device come again
+                        self._orphans.add(name)
                 continue
             device = self.devices.setdefault(name, PoolDevice(name))
             device.attachment = attachment
@@ -5082,8 +5086,12 @@ class PoolManager(ResourceServer):
         if not view.empty:
             first, self._adopted = not self._adopted, True
             self._adopt(view)
-            for device in list(self.devices.values()) if first else ():
-                self._settle(device)  # what was left behind has waited for this
+            if first:
+                for name in self._orphans.difference(self.allocated()):
+                    shutil.rmtree(self._uds_dir / name, ignore_errors=True)
+                self._orphans.clear()
+                for device in list(self.devices.values()):
+                    self._settle(device)  # what was left behind has waited for this
         joined: dict[tuple[Owner, ...], Allocation] = {}
         for device in list(self.devices.values()):
             allocation = device.allocation

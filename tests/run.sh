@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the wheel and tests it: generated code, formatting, lint, types, all tests.
+# Builds the wheel and tests it: generated code, formatting, lint, types, all tests, two minutes of soak.
 #
 #     sh tests/run.sh [argument of pytest ...]
 #
@@ -36,4 +36,8 @@ say "types"
 mypy
 say "tests"
 pytest "$@"
+if [ "$(id -u)" = 0 ] && [ $# = 0 ]; then
+    say "soak, two minutes"
+    python tests/soak.py --minutes 2 --seed "${AFXDPD_SOAK_SEED:-1}"
+fi
 [ "$(id -u)" = 0 ] || say "left out, since this is not root: the kernel tests, which are the skipped ones above"
