@@ -893,7 +893,7 @@ class Host:
         entries = ((1, 7, nobody), (2, permissions, uid), (4, 0, nobody), (16, permissions, nobody), (32, 0, nobody))
         acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
         try:
-            os.setxattr(path, POSIX_ACL, acl)
+            os.setxattr(path, POSIX_ACL, acl, follow_symlinks=False)
         except OSError as exc:
             if exc.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
@@ -901,7 +901,7 @@ class Host:
                 path.chmod(0o711)  # we have to get in ourselves: what is in it is the user's, and nobody else's
             else:
                 try:
-                    os.chown(path, uid, -1)
+                    os.chown(path, uid, -1, follow_symlinks=False)
                 except PermissionError as exc:
                     raise OSError(exc.errno, f"cannot be given to user {uid}: that needs CAP_CHOWN", str(path)) from exc
 
@@ -3922,6 +3922,7 @@ class UdsServer:
         self._sessions = 0
         self._said = 0  # lines in the minute that began at …
         self._said_since = -60.0
+        self._made: os.stat_result | None = None
         self.scope = trio.CancelScope()
 
     @property
@@ -3946,11 +3947,19 @@ class UdsServer:
             if uid:
                 host.grant(self._directory, uid, 5)
                 host.grant(self.path, uid, 6)
+            self._made = self.path.lstat()
         except OSError:
             listener.close()
             self.path.unlink(missing_ok=True)
             raise
         return listener
+
+    def is_there(self) -> bool:
+        """Whether what is at its path is the socket that it has made."""
+        try:
+            return self._made is not None and os.path.samestat(self._made, self.path.lstat())
+        except OSError:
+            return False
 
     async def serve(self, listener: socket.socket) -> None:
         """Accepts connections until its scope is cancelled, then ends them all and closes the listener."""
@@ -4489,6 +4498,7 @@ class PoolManager(ResourceServer):
                 if device.net is not None:
                     words = "has left the host's namespace" if device.allocation else "is not the pool's any more"
                     log.info("%s: %s: %s", self.resource, name, words)
+                    device.reason = ""  # of one that was here
                 device.net = None
                 if device.allocation is None:
                     device.subfunction = None
@@ -4662,7 +4672,8 @@ class PoolManager(ResourceServer):
             if device.allocation is not None:
                 self._hand_over(device, device.allocation)
         except OSError as exc:
-            self._fail(device, exc)
+            if device.net is not None or device.wanted or exc.errno != errno.ENODEV:  # else it has left meanwhile
+                self._fail(device, exc)
         else:
             if device.reason:
                 log.info("%s: %s: healthy again", self.resource, device.name)
@@ -4957,7 +4968,7 @@ class PoolManager(ResourceServer):
                 device.attachment.handed_out = True
                 if user:
                     self._host.grant(pinned_map, user, 6)
-        if device.server is not None and not device.server.path.exists():
+        if device.server is not None and not device.server.is_there():
             device.server.scope.cancel()
             device.server = None
         if device.server is None and options.has_socket:
@@ -4972,7 +4983,14 @@ class PoolManager(ResourceServer):
             self._nursery.start_soon(server.serve, server.listen(self._host, user))
             device.server = server
         if options.has_socket and options.bpf_map_pinning_enable:
-            (self._uds_dir / device.name / MAP_NAME).touch()  # what the map is mounted on
+            self._make_mount_point(self._uds_dir / device.name / MAP_NAME)
+
+    @staticmethod
+    def _make_mount_point(path: Path) -> None:
+        """Makes the empty file that the map is mounted on, if it is not there; a link in its place is not followed."""
+        if path.is_symlink():
+            path.unlink()
+        Fd(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)).close()
 
     def _vacate(self, device: PoolDevice) -> None:
         """Ends a device's allocation: conversations ended, socket and directory removed, unpinned.

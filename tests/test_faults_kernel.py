@@ -177,7 +177,7 @@ async def test_device_in_a_pod_is_kept_when_kubelet_lists_other_pods_only(
             await kubelet.pods(pod("static", {}))
             await until(lambda: not (PINS / "pool/afa1").exists())  # it is in the host, and is released
             lists = (await kubelet.state())["lists"]
-            await kubelet.wait(RESOURCE, lists=lists + 3)
+            await kubelet.wait(RESOURCE, lists=lists + 3, timeout=30)
             assert (PINS / "pool/afa0/link").exists()
             assert "xdp" in sandbox.run("ip", "link", "show", "afa0")
             sandbox.give_back("afa0")
