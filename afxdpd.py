@@ -4322,6 +4322,7 @@ class PoolManager(ResourceServer):
         self._retired = retired
         self._retired_changed = trio.Event()
         self._adopted = False
+        self._restored = trio.Event()
         self._orphans: set[str] = (
             set()
         )  # devices that were destroyed meanwhile, whose directories wait for kubelet's word
@@ -4434,6 +4435,7 @@ class PoolManager(ResourceServer):
                         self._nursery.cancel_scope.cancel()
         finally:
             self._nursery = None
+            self._restored = trio.Event()
             for device in self.devices.values():
                 if device.attachment is not None:
                     device.attachment.close()
@@ -4478,6 +4480,7 @@ class PoolManager(ResourceServer):
         for device in list(self.devices.values()):
             device.kept = device.kept or self._undo.is_due(device.name)
             self._settle(device)
+        self._restored.set()
 
     def _restored_options(self, name: str) -> PoolOptions:
         """What a device was given to its pod with, as far as can be seen; the file may say something else by now."""
@@ -5017,6 +5020,7 @@ class PoolManager(ResourceServer):
         Returns:
             Whether it is a device of this pool.
         """
+        await self._restored.wait()  # else it does not know yet what it has
         device = self.devices.get(name)
         if device is None:
             return False
@@ -5184,14 +5188,16 @@ class Syncer:
     The service of the Go plugin: ``dpcnisyncer.NetDev`` on ``afxdp-syncer.sock`` beside kubelet's socket.
 
     Args:
-        pools: Says which pools there are.
+        pools: Says which pools there are, as soon as that is known.
         kubelet_dir: See ResourceServer.
     """
 
     TIMEOUT = 30.0
     """Seconds for one call."""
 
-    def __init__(self, pools: Callable[[], Iterable[PoolManager]], *, kubelet_dir: Path = KUBELET_DIR) -> None:
+    def __init__(
+        self, pools: Callable[[], Awaitable[Iterable[PoolManager]]], *, kubelet_dir: Path = KUBELET_DIR
+    ) -> None:
         self.path = kubelet_dir / "device-plugins" / SYNCER_NAME
         self._pools = pools
 
@@ -5204,7 +5210,7 @@ class Syncer:
         """
         if not request.name:
             raise RequestError("DelNetDev of no device")
-        if not any([await pool.let_go(request.name) for pool in list(self._pools())]):
+        if not any([await pool.let_go(request.name) for pool in await self._pools()]):
             log.info("the CNI lets go of %r, which no pool has", request.name)
         return syncer.DeleteNetDevResp(ret=0)
 
@@ -5414,7 +5420,10 @@ async def serve(
         pools: dict[str, PoolManager] = {}
         detaching: dict[str, trio.Event] = {}
 
+        begun = trio.Event()
+
         def make_pool(name: str) -> PoolManager:
+            begun.set()
             retired = name not in scanner.pools
             pools[name] = PoolManager(
                 PoolOptions(name=name, mode="primary") if retired else scanner.pools[name],
@@ -5439,6 +5448,12 @@ async def serve(
             now = {name: pool.name for pool in pools.values() for name in names(pool)}
             return {**{name: pool for name, pool in left.items() if pool not in pools}, **now}
 
+        async def all_pools() -> list[PoolManager]:
+            if config.pools or left:
+                await begun.wait()  # and then all of them are made at once
+                await trio.lowlevel.checkpoint()
+            return list(pools.values())
+
         async def follow_changes() -> None:
             if changes is None:
                 await trio.sleep_forever()
@@ -5462,7 +5477,7 @@ async def serve(
             manager.run,
             pod_resources.run,
             kind_keeper.run,
-            Syncer(pools.values, kubelet_dir=paths.kubelet_dir).run,
+            Syncer(all_pools, kubelet_dir=paths.kubelet_dir).run,
             follow_changes,
         )
 

@@ -9,7 +9,7 @@ import os
 import random
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -1635,10 +1635,19 @@ async def del_net_dev(path: Path, name: str) -> int:
     return (await call_unix(path, method, request, syncer.DeleteNetDevResp, timeout=10)).ret
 
 
+def pools_are(*pools: PoolManager) -> Callable[[], Awaitable[list[PoolManager]]]:
+    """What a Syncer asks for its pools."""
+
+    async def present() -> list[PoolManager]:
+        return list(pools)
+
+    return present
+
+
 async def test_cni_is_answered_when_it_lets_go(bench: OptionsBench, caplog: pytest.LogCaptureFixture) -> None:
     """0 for a device of any pool, for one that nobody has, and for the same again; without a name it is refused."""
     caplog.set_level(logging.INFO, "afxdpd")
-    service = Syncer(lambda: [bench.pool], kubelet_dir=bench.directory / "kubelet")
+    service = Syncer(pools_are(bench.pool), kubelet_dir=bench.directory / "kubelet")
     assert service.path == bench.directory / "kubelet" / "device-plugins" / "afxdp-syncer.sock"
     async with bench.running("veth0"), trio.open_nursery() as nursery:
         nursery.start_soon(service.run)
@@ -1660,9 +1669,10 @@ async def test_cni_is_answered_when_it_lets_go(bench: OptionsBench, caplog: pyte
     assert not service.path.exists()
 
 
-async def test_cni_socket_is_made_again_when_it_is_removed(bench: OptionsBench) -> None:
+async def test_cni_socket_is_made_again_when_it_is_removed(short_path: Path) -> None:
     """kubelet wipes its directory when it starts; the CNI is served again at once."""
-    service = Syncer(lambda: [bench.pool], kubelet_dir=bench.directory / "kubelet")
+    service = Syncer(pools_are(), kubelet_dir=short_path / "kubelet")
+    service.path.parent.mkdir(parents=True)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(service.run)
         for _ in range(3):
@@ -1675,7 +1685,7 @@ async def test_cni_socket_is_made_again_when_it_is_removed(bench: OptionsBench) 
 
 async def test_cni_is_served_when_kubelets_directory_comes_later(short_path: Path, autojump_clock: MockClock) -> None:
     """On a node where kubelet has never run there is nothing to serve on yet."""
-    service = Syncer(list, kubelet_dir=short_path / "kubelet")
+    service = Syncer(pools_are(), kubelet_dir=short_path / "kubelet")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(service.run)
         await trio.sleep(5)
@@ -1689,7 +1699,7 @@ async def test_cni_is_served_when_another_plugin_has_ended(
     short_path: Path, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The socket of the Go plugin that still runs is left alone, which the log says, and taken over afterwards."""
-    service = Syncer(list, kubelet_dir=short_path)
+    service = Syncer(pools_are(), kubelet_dir=short_path)
     service.path.parent.mkdir()
     other = open_unix_listener(service.path)
     async with trio.open_nursery() as nursery:
@@ -1716,7 +1726,11 @@ async def test_cni_is_answered_when_pools_come_while_one_lets_go() -> None:
 
     slow = SlowPool()
     pools: dict[str, Any] = {"a": slow}
-    service = Syncer(pools.values)
+
+    async def present() -> list[Any]:
+        return list(pools.values())
+
+    service = Syncer(present)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(service.DelNetDev, syncer.DeleteNetDevReq(name="veth0"))
         await slow.asked.wait()
