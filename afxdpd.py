@@ -1881,6 +1881,11 @@ class Subfunction(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.primary}sf{self.number}"
 
 
+def printable(name: str) -> str:
+    """A device's name for people; the kernel takes almost any bytes."""
+    return name if name.isprintable() else ascii(name)[1:-1]
+
+
 def part_or_whole(device: NetDevice, devices: Mapping[str, NetDevice]) -> NetDevice | Subfunction:
     """A device of a pod, or the subfunction that it is by name, driver and PCI address."""
     name, _, number = device.name.rpartition("sf")
@@ -3684,7 +3689,7 @@ class PoolScanner:
             for name, why in rules.items():
                 moved_away = name in self._infos and name not in devices  # which is the pool's to speak of
                 if self._passed.get(pool, {}).get(name) != why and not moved_away:
-                    log.info("%s/%s: %s is not taken: %s", NAMESPACE, pool, name, why)
+                    log.info("%s/%s: %s is not taken: %s", NAMESPACE, pool, printable(name), why)
         self._passed = passed
         self.pools = {pool.name: pool for pool in pools}
         self._types.update(dict.fromkeys([*self.pools, *sorted(allocated.values())]))
@@ -3869,7 +3874,8 @@ class EthtoolUndo:
     def commands(self, device: str) -> list[list[str]]:
         """Arguments of ethtool in the order in which they were added; a file that cannot be read has none."""
         try:
-            return msgspec.json.decode((self._directory / device).read_bytes(), type=list[list[str]])
+            content = (self._directory / device).read_bytes()
+            return msgspec.json.decode(content, type=list[Annotated[list[str], msgspec.Meta(min_length=3)]])
         except (OSError, msgspec.DecodeError):
             return []
 
@@ -4665,8 +4671,6 @@ class PoolManager(ResourceServer):
 
     async def _work(self, device: PoolDevice, done: trio.Event) -> None:
         try:
-            if device.attachment is not None and self.bpf_handler.ifindex(device.attachment) == 0:
-                self._undo.forget(device.name)  # its device is no more, and another has its name
             if device.allocation is None and not device.wanted:
                 await self._clean(device)
             idle = device.allocation is None and not device.wanted
@@ -4701,6 +4705,8 @@ class PoolManager(ResourceServer):
         await self._undo_ethtool(device)
 
     async def _undo_ethtool(self, device: PoolDevice) -> None:
+        if device.attachment is not None and self.bpf_handler.ifindex(device.attachment) == 0:
+            self._undo.forget(device.name)  # its device is no more, and another has its name
         if device.net is not None and self._undo.is_due(device.name):
             await trio.to_thread.run_sync(self._ethtool.undo, self._undo.commands(device.name), abandon_on_cancel=True)
             self._undo.forget(device.name)
@@ -4777,6 +4783,8 @@ class PoolManager(ResourceServer):
         """Detaches the program of a device."""
         attachment, device.attachment = device.attachment, None
         if attachment is not None:
+            if self._undo.is_due(device.name) and self.bpf_handler.ifindex(attachment) == 0:
+                self._undo.forget(device.name)  # its device is no more, and another may come by its name
             await _close_in_thread(attachment)
 
     def _fail(self, device: PoolDevice, exc: OSError) -> None:
@@ -5143,6 +5151,7 @@ class PoolManager(ResourceServer):
             device.allocation = Allocation(self._options, since=view.asked_at, restored=True, hearsay=True)
             device.kept = True
             self._settle(device, news=True)
+            self._released()  # it is not for other pools to give away
 
     def _miss(self, device: PoolDevice, allocation: Allocation, view: PodView) -> None:
         """Counts that kubelet does not list an allocated device, and releases it once that is certain.
@@ -5530,7 +5539,7 @@ def check_report(
             if allocated[name] == pool.name and name not in pool.devices:
                 yield f"  has {name}: a pod has it"
         for name, why in passed[pool.name].items():
-            yield f"  passes over {name}: {why}"
+            yield f"  passes over {printable(name)}: {why}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -5639,8 +5648,15 @@ class _LogFile(logging.handlers.WatchedFileHandler):
             self.failed = False
         except (OSError, ValueError) as exc:
             if not self.failed:
-                print(f"afxdpd: {self.baseFilename}: cannot be written: {exc}", file=sys.stderr)
+                with contextlib.suppress(OSError):  # which may be on the same disk
+                    print(f"afxdpd: {self.baseFilename}: cannot be written: {exc}", file=sys.stderr)
             self.failed = True
+            self.close()  # else what is still in its buffer would fail for ever, and keep the space of a removed file
+
+    def close(self) -> None:
+        """See logging.Handler.close: what cannot be written is left out."""
+        with contextlib.suppress(OSError):
+            super().close()
 
     def _open(self) -> Any:
         stream = super()._open()
