@@ -4582,6 +4582,8 @@ class PoolManager(ResourceServer):
             assert isinstance(info, PoolDeviceInfo)
             device = self.devices.setdefault(name, PoolDevice(name, hold_until=self._held.get(name, -math.inf)))
             self._has_left(device)
+            if self._is_namesake(device, info.net):
+                info = dataclasses.replace(info, net=None)
             if device.net != info.net or (info.subfunction and device.subfunction != info.subfunction):
                 if device.allocation and device.net is None and info.net is not None:
                     log.info("%s: %s: back in the host namespace", self.resource, name)
@@ -4590,6 +4592,12 @@ class PoolManager(ResourceServer):
                 device.subfunction = info.subfunction or device.subfunction
                 device.backoff.reset()
                 self._settle(device, news=True)
+
+    def _is_namesake(self, device: PoolDevice, net: NetDevice | None) -> bool:
+        """Whether a device of the host only has the name of one that is with its pod."""
+        if net is None or device.allocation is None or device.attachment is None:
+            return False
+        return self.bpf_handler.ifindex(device.attachment) not in (0, net.ifindex)
 
     def listed(self) -> Mapping[str, DeviceInfo]:
         """Every device that is in the host namespace or allocated."""
@@ -5082,6 +5090,9 @@ class PoolManager(ResourceServer):
         if device.attachment is not None:
             device.attachment.pinned = False
         device.allocation, device.owners, device.free_since = None, (), trio.current_time()
+        info = self._devices.get(device.name)
+        if device.net is None and device.subfunction is None and isinstance(info, PoolDeviceInfo):
+            device.net = info.net  # what had only its name until now
 
     async def let_go(self, name: str) -> bool:
         """Detaches whatever is on a device, and makes nothing of it for a while: its pod has ended, says the CNI.
