@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -473,6 +474,21 @@ def test_application_finds_the_client_when_both_are_copied_to_another_place(shor
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd="/", env={})
     assert result.returncode == 1
     assert result.stderr.startswith("error: cannot connect to /nowhere/veth0/afxdp.sock: No such file or directory; ")
+
+
+def test_readme_names_what_the_client_has() -> None:
+    """The chapter's code uses functions and methods that are there; its tables name all errors, and no others."""
+    chapter = (ROOT / "README.md").read_text().partition("\n## In the pod\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", chapter, re.DOTALL)
+    tree = ast.parse(block)
+    (imported,) = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imported.module == "afxdpd_client"
+    assert all(hasattr(afxdpd_client, alias.name) for alias in imported.names)
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert "xsk_map_fd" in used
+    assert used <= {*dir(Client), *dir(dict)}
+    errors = {error.__name__ for error in (ClientError, *ClientError.__subclasses__())}
+    assert set(re.findall(r"`(\w+Error)`", chapter)) == errors
 
 
 def test_client_imports_nothing_but_the_standard_library() -> None:
