@@ -143,8 +143,7 @@ def test_command_line_is_understood(name: str) -> None:
     """The daemon's own parser takes the arguments; they name the file of the ConfigMap, and the probes' address."""
     wanted = arguments(name)
     assert not {"command", "env"} & container(name).keys()  # the image's own
-    # TODO: as soon as the parser has --http, all of the arguments.
-    options = afxdpd._parse_arguments([argument for argument in container(name)["args"] if "--http" not in argument])
+    options = afxdpd._parse_arguments(container(name)["args"])
     mounts = {mount["name"]: Path(mount["mountPath"]) for mount in container(name)["volumeMounts"]}
     (file,) = one(name, "ConfigMap")["data"]
     assert options.config == mounts["config"] / file
