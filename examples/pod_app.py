@@ -370,9 +370,12 @@ def summary(xsks: Sequence[XskSocket], tallies: dict[str, Tally], *, as_json: bo
 
 
 def two_numbers(text: str) -> tuple[int, int]:
-    """Parses two numbers with a comma between them. Raises ValueError."""
-    first, second = text.split(",")
-    return int(first), int(second)
+    """Parses two numbers with a comma between them. Raises ArgumentTypeError."""
+    try:
+        first, second = text.split(",")
+        return int(first), int(second)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not two numbers, such as 20,64: {text}") from exc
 
 
 class _Parser(argparse.ArgumentParser):
