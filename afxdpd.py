@@ -52,6 +52,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 import warnings
 from collections.abc import (
@@ -5467,7 +5468,7 @@ class KindKeeper:
 STATUS_NAME = ".status.sock"
 """The socket in the directory of the pods' sockets on which the daemon tells its status; no pool is called so."""
 
-HTTP_CONNECTIONS_MAX = 32
+HTTP_CONNECTIONS_MAX = 100
 """Connections at the same time; for a further one the oldest is closed, if possible of those that ask nothing now."""
 HTTP_HEAD_MAX, HTTP_BODY_MAX = 8 << 10, 16 << 10
 """Bytes in the head and in the body of a request."""
@@ -5944,6 +5945,110 @@ def _sessions(device: PoolDevice) -> int:
     return 0 if device.server is None else device.server.sessions
 
 
+def status_lines(status: Mapping[str, Any], *, colour: bool = False) -> Iterator[str]:
+    """Yields a status as lines for a person at a terminal."""
+    pools = status["pools"]
+    devices = [device for pool in pools for device in pool["devices"]]
+    yield (
+        f"afxdpd {status['version']}, process {status['pid']}, running for {_age(status['running_for'])}: "
+        f"{_count(len(pools), 'pool')}, {_count(len(devices), 'device')}, {_allocated(devices)}, "
+        f"{_count(sum(device['sessions'] for device in devices), 'session')}"
+    )
+    for pool in pools:
+        kubelet, trouble = pool["kubelet"], printable(pool["kubelet"]["trouble"])
+        if not pool["configured"]:
+            words = "configured no more"
+        elif trouble:
+            words = _painted(trouble, "31", colour)
+        else:
+            words = f"registered with kubelet for {_age(kubelet['registered_for'])}, watched"
+        counts = f"{_count(len(pool['devices']), 'device')}, {_allocated(pool['devices'])}"
+        yield ""
+        yield f"{_painted(pool['resource'], '1', colour)}: {pool['mode']} mode, {counts}; {words}"
+        rows = [_device_row(device) for device in pool["devices"]]
+        table = [("DEVICE", "HEALTH", "WHERE", "XDP", "PROGRAM", "MAP", "SESSIONS", "HELD FOR", "HELD BY"), *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for row, device in zip(table if rows else (), [None, *pool["devices"]], strict=False):
+            cells = [
+                cell.rjust(width) if name in ("PROGRAM", "MAP", "SESSIONS") else cell.ljust(width)
+                for name, cell, width in zip(table[0], row, widths, strict=True)
+            ]
+            if device is not None:
+                cells[1] = _painted(cells[1], "32" if device["health"] == HEALTHY else "31", colour)
+            yield f"  {'  '.join(cells)}".rstrip()
+            if device is not None and device["reason"]:
+                yield f"    {printable(device['reason'])}"
+
+
+def _device_row(device: Mapping[str, Any]) -> tuple[str, ...]:
+    numbers = [str(device[key] or "-") for key in ("program_id", "map_id", "sessions")]
+    held_for = held_by = "-"
+    if (allocation := device["allocation"]) is not None:
+        held_for = ">" * allocation["older_than_daemon"] + _age(allocation["held_for"])
+        owners = [f"{owner['namespace']}/{owner['pod']}/{owner['container']}" for owner in allocation["owners"]]
+        held_by = printable(", ".join(owners)) or "kubelet has not said"
+    name, xdp_mode = printable(device["name"]), device["xdp_mode"] or "-"
+    return name, device["health"], device["where"], xdp_mode, *numbers, held_for, held_by
+
+
+def _painted(text: str, code: str, colour: bool) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if colour else text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def _allocated(devices: Collection[Mapping[str, Any]]) -> str:
+    return f"{sum(device['allocation'] is not None for device in devices) or 'none'} allocated"
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def ask_daemon(path: Path, method: str, page: str, *, timeout: float = 30.0) -> tuple[int, bytes]:
+    """Asks the daemon that serves a status socket. Blocks.
+
+    Args:
+        path: The socket.
+        method: See Pages.
+        page: Likewise.
+        timeout: Seconds without a byte.
+
+    Returns:
+        The HTTP status and the body.
+
+    Raises:
+        OSError: Nobody answers, or it is not HTTP.
+    """
+    import h11
+
+    connection = h11.Connection(h11.CLIENT)
+    status, body = 0, b""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(timeout)
+        peer.connect(os.fspath(path))
+        request = h11.Request(method=method, target=page, headers=[("Host", "afxdpd"), ("Connection", "close")])
+        peer.sendall((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
+        try:
+            while True:
+                event = connection.next_event()
+                if event is h11.NEED_DATA:
+                    connection.receive_data(peer.recv(1 << 16))
+                elif isinstance(event, h11.Response):
+                    status = event.status_code
+                elif isinstance(event, h11.Data):
+                    body += event.data
+                elif isinstance(event, h11.EndOfMessage):
+                    return status, body
+        except h11.RemoteProtocolError as exc:
+            raise OSError(errno.EPROTO, f"the answer is no HTTP: {exc}") from exc
+
+
 class _Families:
     """Metrics in the form in which prometheus_client asks for them, with those of the process; for a thread."""
 
@@ -6028,6 +6133,7 @@ async def serve(
     kind: KindHandler | None = None,
     devlink: DevlinkHandler | None = None,
     ethtool: EthtoolHandler | None = None,
+    reload: Callable[[], Awaitable[list[str]]] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Runs the daemon until cancelled.
@@ -6045,6 +6151,7 @@ async def serve(
         kind: Likewise.
         devlink: Likewise.
         ethtool: Likewise.
+        reload: What `afxdpd reload` does: has `changes` yield, and returns a line for each thing that is wrong.
         task_status: Started when this host has been found fit and nobody else serves these paths.
 
     Raises:
@@ -6117,7 +6224,7 @@ async def serve(
         observation = Observation(
             pools, lambda: scanner.pools if begun.is_set() else [pool.name for pool in config.pools]
         )
-        with _http_servers(observation, paths) as http_servers:
+        with _http_servers(observation, paths, reload) as http_servers:
             await kind_keeper.want(config.kind_cluster)
             log.info("afxdpd %s: %s", __version__, _pool_names(config))
             task_status.started()
@@ -6132,9 +6239,18 @@ async def serve(
 
 
 @contextlib.contextmanager
-def _http_servers(observation: Observation, paths: Paths) -> Iterator[list[Callable[[], Awaitable[None]]]]:
+def _http_servers(
+    observation: Observation, paths: Paths, reload: Callable[[], Awaitable[list[str]]] | None
+) -> Iterator[list[Callable[[], Awaitable[None]]]]:
     """Listens where the daemon is observed; yields what serves there."""
+
+    async def reload_page() -> Page:
+        if reload is None:
+            return text_page(["the program in which this daemon runs configures it"], 409)
+        return json_page({"errors": await reload()})
+
     pages = observation.pages()
+    own_pages = {**pages, "/status": {"GET": observation.status_page}, "/reload": {"POST": reload_page}}
     servers: list[Callable[[], Awaitable[None]]] = []
     with contextlib.ExitStack() as stack:
 
@@ -6150,7 +6266,7 @@ def _http_servers(observation: Observation, paths: Paths) -> Iterator[list[Calla
         except OSError as exc:
             raise HostError(f"{exc.filename}: {exc.strerror}: name another place with --http") from exc
         try:
-            listen(paths.status_socket, {**pages, "/status": {"GET": observation.status_page}})
+            listen(paths.status_socket, own_pages)
         except (OSError, EndpointBusyError) as exc:
             log.warning("afxdpd status cannot be served: %s", exc)  # and everything else can
         yield servers
@@ -6294,6 +6410,11 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="read the configuration, say what each pool would take on this host, and end",
     )
     parser.add_argument("--version", action="version", version=f"afxdpd {__version__}")
+    parser.add_argument_group(
+        "commands",
+        "afxdpd status: shows what the running daemon does. afxdpd reload: has it read its configuration again. "
+        "Each has options of its own, see afxdpd status --help.",
+    )
     return parser.parse_args(arguments)
 
 
@@ -6377,41 +6498,178 @@ def _read_config(options: argparse.Namespace, paths: Paths) -> PluginConfig:
     return config
 
 
-async def _serve_until_signal(config: PluginConfig, paths: Paths, read: Callable[[], PluginConfig]) -> None:
-    reload = trio.Event()
+class _Reload:
+    """Reads the configuration again, whoever asks for that."""
 
-    async def changes() -> AsyncGenerator[PluginConfig, None]:
-        nonlocal reload
+    def __init__(self, read: Callable[[], PluginConfig]) -> None:
+        self._read = read
+        self._asked = trio.Event()
+        self._outcome: tuple[trio.Event, list[str]] = trio.Event(), []  # of the next reading
+
+    def ask(self) -> None:
+        """Has it read, and returns at once."""
+        self._asked.set()
+
+    async def run(self) -> list[str]:
+        """Has it read, and returns a line for each thing that is wrong with it."""
+        done, errors = self._outcome
+        self.ask()
+        await done.wait()
+        return errors
+
+    async def changes(self) -> AsyncGenerator[PluginConfig, None]:
+        """Yields each configuration that can be used."""
         while True:
-            await reload.wait()
-            reload = trio.Event()
+            await self._asked.wait()
+            self._asked = trio.Event()
+            done, errors = self._outcome
+            self._outcome = trio.Event(), []
             try:
-                new = read()
+                new = self._read()
             except (ConfigError, LogFileError) as exc:
-                for line in [*str(exc).splitlines(), "the configuration stays as it was"]:
+                errors += str(exc).splitlines()
+                for line in [*errors, "the configuration stays as it was"]:
                     log.error("%s", line)  # noqa: TRY400  it says all
             else:
                 log.info("the configuration was read again: %s", _pool_names(new))
                 yield new
+            done.set()
 
+
+async def _serve_until_signal(config: PluginConfig, paths: Paths, read: Callable[[], PluginConfig]) -> None:
+    reload = _Reload(read)
     signals_of_interest = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     with trio.open_signal_receiver(*signals_of_interest) as signals:  # before anything says that we run
         scope = trio.CancelScope()
 
         async def serve_in_scope() -> None:
             with scope:
-                async with contextlib.aclosing(changes()) as configs:
-                    await serve(config, paths, changes=configs)
+                async with contextlib.aclosing(reload.changes()) as configs:
+                    await serve(config, paths, changes=configs, reload=reload.run)
 
         async def wait_signals() -> None:
             async for number in signals:
                 if number == signal.SIGHUP:
-                    reload.set()
+                    reload.ask()
                 else:
                     log.info("%s: ending; pods keep their devices", signal.Signals(number).name)
                     scope.cancel()
 
         await _first_of(serve_in_scope, wait_signals)
+
+
+def _command_parser(command: str, description: str) -> _Parser:
+    parser = _Parser(prog=f"afxdpd {command}", description=description, allow_abbrev=False)
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument(
+        "--uds-dir",
+        type=Path,
+        default=UDS_DIR,
+        metavar="DIR",
+        help="where the running daemon makes pods' sockets, as it was told (default: %(default)s)",
+    )
+    place.add_argument(
+        "--socket", type=Path, metavar="PATH", help=f"the daemon's status socket (default: {STATUS_NAME} in that)"
+    )
+    return parser
+
+
+def _ask(path: Path, method: str, page: str) -> Any:
+    """Asks the running daemon for a JSON page.
+
+    Raises:
+        RequestError: There is none, or it does not want to; the text says so.
+    """
+    try:
+        status, body = ask_daemon(path, method, page)
+        if status == 200:
+            return json.loads(body)
+        raise RequestError(body.decode(errors="replace").strip())
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or exc
+        raise RequestError(
+            f"no daemon answers on {path}: {why}; name another place with --uds-dir or --socket"
+        ) from exc
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 86400")
+
+
+def fit(lines: list[str], height: int) -> list[str]:
+    """Leaves out what has no room in so many lines, and says so in the last one."""
+    if len(lines) <= height:
+        return lines
+    kept = max(height - 1, 0)
+    return [*lines[:kept], f"... and {_count(len(lines) - kept, 'further line')}"]
+
+
+def _status(arguments: list[str]) -> ExitCode:
+    parser = _command_parser("status", "Shows what the running daemon does: pools, devices, who has them.")
+    parser.add_argument("--json", action="store_true", help="all of it as JSON; with --watch an object a line")
+    parser.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="show it again every so many seconds (%(const)g), until interrupted",
+    )
+    options = parser.parse_args(arguments)
+    path = options.socket or options.uds_dir / STATUS_NAME
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    colour = terminal and not os.environ.get("NO_COLOR")
+    while True:
+        try:
+            status = _ask(path, "GET", "/status")
+        except RequestError as exc:
+            if options.watch is None:
+                print(f"{parser.prog}: {exc}", file=sys.stderr)
+                return ExitCode.POOLS
+            lines = [json.dumps({"error": str(exc)}) if options.json else str(exc)]
+        else:
+            indent = 2 if options.watch is None else None
+            lines = [json.dumps(status, indent=indent)] if options.json else list(status_lines(status, colour=colour))
+        text = "\n".join(lines)
+        if options.watch is not None and terminal and not options.json:
+            text = "\n".join(fit(lines, shutil.get_terminal_size().lines - 1))
+            text = f"\x1b[H\x1b[2J\x1b[?7l{text}\x1b[?7h"  # clears; and long lines are cut, not continued
+        print(text, flush=True)
+        if options.watch is None:
+            return ExitCode.NORMAL
+        time.sleep(options.watch)
+
+
+def _reload(arguments: list[str]) -> ExitCode:
+    parser = _command_parser("reload", "Has the running daemon read its configuration again, as SIGHUP does.")
+    options = parser.parse_args(arguments)
+    try:
+        errors = _ask(options.socket or options.uds_dir / STATUS_NAME, "POST", "/reload")["errors"]
+    except RequestError as exc:
+        print(f"{parser.prog}: {exc}", file=sys.stderr)
+        return ExitCode.POOLS
+    if not errors:
+        print("the configuration was read again")
+        return ExitCode.NORMAL
+    for line in [*errors, "the configuration stays as it was"]:
+        print(f"{parser.prog}: {line}", file=sys.stderr)
+    return ExitCode.CONFIGURATION
+
+
+COMMANDS: dict[str, Callable[[list[str]], ExitCode]] = {"status": _status, "reload": _reload}
+
+
+def _run_command(command: Callable[[list[str]], ExitCode], arguments: list[str]) -> ExitCode:
+    try:
+        return command(arguments)
+    except KeyboardInterrupt:
+        print()
+    except BrokenPipeError:  # nobody reads any more; else the interpreter would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.NORMAL
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -6423,6 +6681,9 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code, see ExitCode.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in COMMANDS:
+        return _run_command(COMMANDS[arguments[0]], arguments[1:])
     options = _parse_arguments(arguments)
     if options.schema:
         print(json.dumps(get_config_schema(), indent=2))

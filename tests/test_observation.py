@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import random
+import re
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +18,10 @@ from typing import Any
 import pytest
 import trio
 from conftest import open_fds
+from fakes import FakeHost
 from prometheus_client.parser import text_string_to_metric_families
-from test_pools import Bench, connected, eventually, net
+from test_pool_options import Daemon
+from test_pools import Bench, config_of, connected, eventually, net
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 import afxdpd
@@ -27,12 +34,16 @@ from afxdpd import (
     HTTP_SEND_TIMEOUT,
     RELEASE_AFTER,
     RELEASE_GRACE,
+    ConfigError,
     EndpointBusyError,
     Histogram,
+    HostError,
     HttpServer,
     Observation,
     Page,
+    PluginConfig,
     RequestError,
+    ask_daemon,
     http_listener,
     parse_http_address,
     random_request,
@@ -533,3 +544,344 @@ async def test_every_reply_has_a_place_in_the_metrics(bench: Bench) -> None:
             assert await session.ask(b"/fin") == b"/fin_ack"
     assert sum(bench.pool.handshakes.requests.values()) == 503
     assert bench.pool.handshakes.requests.keys() <= HANDSHAKES.keys()
+
+
+# -- Status ------------------------------------------------------------------------------------------------------------
+
+
+def device(name: str, **changes: Any) -> dict[str, Any]:
+    """A free device in a status."""
+    free = {"health": "Healthy", "reason": "", "where": "host", "xdp_mode": "native", "sessions": 0, "allocation": None}
+    return {"name": name, **free, "program_id": 7, "map_id": 9, **changes}
+
+
+def pool_of(name: str, *devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A pool in a status."""
+    kubelet = {"registered": True, "registered_for": 7200.0, "watched": True, "registrations": 1, "trouble": ""}
+    pool = {"name": name, "resource": f"afxdp/{name}", "mode": "primary", "configured": True, "kubelet": kubelet}
+    return {**pool, "devices": list(devices), **changes}
+
+
+def status_of(*pools: dict[str, Any]) -> dict[str, Any]:
+    """A status."""
+    return {"version": "1.2", "pid": 47, "running_for": 3 * 86400.0, "pools": list(pools)}
+
+
+OWNERS = [
+    {"namespace": "default", "pod": "pod-x", "container": "app"},
+    {"namespace": "a", "pod": "b", "container": "c"},
+]
+
+
+def test_status_is_a_table_when_a_person_reads_it() -> None:
+    """Columns are aligned, numbers to the right; what is wrong is below its device, what is not known is a dash."""
+    held = {"held_for": 125.0, "older_than_daemon": False, "owners": OWNERS}
+    restored = {"held_for": 59.9, "older_than_daemon": True, "owners": []}
+    nowhere = {"health": "Unhealthy", "xdp_mode": None, "program_id": None, "map_id": None}
+    trouble = {"registered": False, "registered_for": None, "watched": False, "registrations": 0, "trouble": "not yet"}
+    status = status_of(
+        pool_of(
+            "fast",
+            device("ens785f0", allocation=held, where="elsewhere", program_id=12345, sessions=2),
+            device("ens785f1", allocation=restored, xdp_mode="generic"),
+            device("eth\x1b0", reason="no room\n", **nowhere),
+        ),
+        pool_of("slow", device("x"), mode="cdq", kubelet=trouble),
+        pool_of("none", configured=False),
+    )
+    assert list(afxdpd.status_lines(status)) == [
+        "afxdpd 1.2, process 47, running for 3 d: 3 pools, 4 devices, 2 allocated, 2 sessions",
+        "",
+        "afxdp/fast: primary mode, 3 devices, 2 allocated; registered with kubelet for 2 h, watched",
+        "  DEVICE    HEALTH     WHERE      XDP      PROGRAM  MAP  SESSIONS  HELD FOR  HELD BY",
+        "  ens785f0  Healthy    elsewhere  native     12345    9         2  2 min     default/pod-x/app, a/b/c",
+        "  ens785f1  Healthy    host       generic        7    9         -  >59 s     kubelet has not said",
+        "  eth\\x1b0  Unhealthy  host       -              -    -         -  -         -",
+        "    no room\\n",
+        "",
+        "afxdp/slow: cdq mode, 1 device, none allocated; not yet",
+        "  DEVICE  HEALTH   WHERE  XDP     PROGRAM  MAP  SESSIONS  HELD FOR  HELD BY",
+        "  x       Healthy  host   native        7    9         -  -         -",
+        "",
+        "afxdp/none: primary mode, no devices, none allocated; configured no more",
+    ]
+    one = status_of(pool_of("a", device("x", sessions=1)))
+    assert next(afxdpd.status_lines(one)).endswith(": 1 pool, 1 device, none allocated, 1 session")
+
+
+def test_status_has_colours_when_they_are_wanted() -> None:
+    """Colours change nothing of what is aligned with what."""
+    status = status_of(pool_of("a", device("x"), device("y", health="Unhealthy", reason="why")))
+    coloured = list(afxdpd.status_lines(status, colour=True))
+    assert "  x       \x1b[32mHealthy  \x1b[0m  host" in coloured[4]
+    assert "  y       \x1b[31mUnhealthy\x1b[0m  host" in coloured[5]
+    plain = [re.sub(r"\x1b\[\d*m", "", line) for line in coloured]
+    assert plain == list(afxdpd.status_lines(status))
+
+
+def test_lines_are_left_out_when_there_is_no_room() -> None:
+    """The last line says how many were left out."""
+    lines = ["a", "b", "c"]
+    assert afxdpd.fit(lines, 3) == lines
+    assert afxdpd.fit(lines, 2) == ["a", "... and 2 further lines"]
+    assert afxdpd.fit(["a", "b"], 1) == ["... and 2 further lines"]
+    assert afxdpd.fit([*lines, "d"], 4) == [*lines, "d"]
+
+
+async def test_status_has_all_that_a_pool_has(bench: Bench) -> None:
+    """Health and reason, where a device is, program, map, who has it, and how many connections there are."""
+    observation = observation_of(bench)
+    bench.xdp.foreign[12] = 4711
+    async with bench.running("veth0", "veth1", net("veth2"), prepared=False):
+        await eventually(lambda: bench.health()["veth1"] == "Healthy" and "4711" in bench.reason("veth2"))
+        await bench.allocate(["veth0"])
+        bench.owned("veth0")
+        async with connected(bench.path("veth0")) as session:
+            assert await session.ask(b"/connect, pod-x") == b"/host_ok"
+            bench.show("veth1", "veth2")
+            status = json.loads((await observation.status_page()).body)
+    (pool,) = status["pools"]
+    away, free, foreign = pool["devices"]
+    assert status["version"] == afxdpd.__version__
+    assert status["pid"] == os.getpid()
+    assert (pool["resource"], pool["mode"], pool["configured"]) == ("afxdp/pool", "primary", True)
+    assert pool["kubelet"].pop("trouble").startswith("not registered: waiting for kubelet: ")
+    assert pool["kubelet"] == {"registered": False, "registered_for": None, "watched": False, "registrations": 0}
+    assert 0 <= away["allocation"].pop("held_for") < 60
+    assert away == {
+        "name": "veth0",
+        "health": "Healthy",
+        "reason": "",
+        "where": "elsewhere",
+        "xdp_mode": "native",
+        "program_id": bench.xdp.program(10),
+        "map_id": 0,
+        "sessions": 1,
+        "allocation": {"older_than_daemon": False, "owners": OWNERS[:1]},
+    }
+    assert (free["where"], free["allocation"], free["program_id"] > 0) == ("host", None, True)
+    assert "4711" in foreign["reason"]
+    assert (foreign["health"], foreign["xdp_mode"], foreign["program_id"]) == ("Unhealthy", None, None)
+
+
+# -- The commands ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def answering(path: Path, answer: bytes) -> Iterator[None]:
+    """A program that answers one connection with these bytes."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join()
+
+
+def http(body: bytes, status: int = 200) -> bytes:
+    """A response."""
+    return b"HTTP/1.1 %d\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+def test_status_is_printed_when_a_daemon_answers(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command `status` prints lines without colours where there is no terminal, or JSON."""
+    status = status_of(pool_of("a", device("x")))
+    for options, expected in (([], "\n".join(afxdpd.status_lines(status))), (["--json"], json.dumps(status, indent=2))):
+        path = short_path / f"{len(options)}.sock"
+        with answering(path, http(json.dumps(status).encode())):
+            assert afxdpd.main(["status", "--socket", str(path), *options]) == 0
+        assert capsys.readouterr() == (f"{expected}\n", "")
+
+
+@pytest.mark.parametrize("command", ["status", "reload"])
+def test_command_ends_with_4_when_no_daemon_answers(
+    command: str, short_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No socket, one that nobody serves, and one where something else answers: a line with path and options each."""
+    path = short_path / ".status.sock"
+    hint = "; name another place with --uds-dir or --socket\n"
+    assert afxdpd.main([command, "--uds-dir", str(short_path)]) == 4
+    why = "No such file or directory"
+    assert capsys.readouterr() == ("", f"afxdpd {command}: no daemon answers on {path}: {why}{hint}")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert afxdpd.main([command, "--socket", str(path)]) == 4
+    assert capsys.readouterr() == ("", f"afxdpd {command}: no daemon answers on {path}: Connection refused{hint}")
+    for answer in (b"", b"220 mail ready\r\n", http(b"{")):
+        path.unlink()
+        with answering(path, answer):
+            assert afxdpd.main([command, "--socket", str(path)]) == 4
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert output.err.startswith(f"afxdpd {command}: no daemon answers on {path}: ")
+        assert output.err.endswith(hint)
+        assert output.err.count("\n") == 1
+    assert afxdpd.main([command, "--socket", "/" + "x" * 200]) == 4
+    assert "AF_UNIX path too long" in capsys.readouterr().err
+
+
+def test_reload_ends_with_1_when_the_file_is_wrong(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is wrong is printed line by line; a daemon that has no file says that."""
+    path = short_path / "sock"
+    with answering(path, http(b'{"errors": ["pools[0]: bad", "logLevel: worse"]}')):
+        assert afxdpd.main(["reload", "--socket", str(path)]) == 1
+    lines = ["pools[0]: bad", "logLevel: worse", "the configuration stays as it was"]
+    assert capsys.readouterr() == ("", "".join(f"afxdpd reload: {line}\n" for line in lines))
+    path.unlink()
+    with answering(path, http(b'{"errors": []}')):
+        assert afxdpd.main(["reload", "--socket", str(path)]) == 0
+    assert capsys.readouterr() == ("the configuration was read again\n", "")
+    path.unlink()
+    with answering(path, http(b"it has none\n", 409)):
+        assert afxdpd.main(["reload", "--socket", str(path)]) == 4
+    assert capsys.readouterr() == ("", "afxdpd reload: it has none\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["status", "--watch", "0"], "argument --watch: '0' is no number of seconds from 0.1 to 86400"),
+        (["status", "--watch", "nan"], "argument --watch: 'nan' is no number of seconds from 0.1 to 86400"),
+        (["status", "--jso"], "unrecognized arguments: --jso"),
+        (["status", "--socket", "a", "--uds-dir", "b"], "argument --uds-dir: not allowed with argument --socket"),
+        (["reload", "now"], "unrecognized arguments: now"),
+        (["--http", "localhost:80"], "argument --http: 'localhost:80' is neither ADDRESS:PORT nor [IPV6 ADDRESS]:PORT"),
+    ],
+)
+def test_command_ends_with_1_when_its_options_are_wrong(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is wrong with a command's options is one line, which names the command's own help."""
+    with pytest.raises(SystemExit) as caught:
+        afxdpd.main(arguments)
+    assert caught.value.code == 1
+    program = "afxdpd" if arguments[0] == "--http" else f"afxdpd {arguments[0]}"
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"{program}: {message}")
+    assert output.err.endswith(f"; see {program} --help\n")
+    assert output.err.count("\n") == 1
+
+
+# -- The daemon --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(short_path: Path) -> Path:
+    """A place for the daemon, with kubelet's directory."""
+    (short_path / "kubelet" / "device-plugins").mkdir(parents=True)
+    (short_path / "bpf").mkdir()
+    return short_path
+
+
+class ObservedDaemon(Daemon):
+    """The daemon of the tests of options, which can be asked."""
+
+    def listen(self, http: str) -> None:
+        """Has it serve probes there."""
+        self.paths = dataclasses.replace(self.paths, http=http)
+
+    async def ask(self, page: str, method: str = "GET") -> tuple[int, bytes]:
+        """Asks on the status socket."""
+        ask = partial(ask_daemon, self.paths.status_socket, method, page)
+        return await trio.to_thread.run_sync(ask)
+
+
+async def test_daemon_answers_on_its_sockets_while_it_runs(directory: Path) -> None:
+    """The status socket is root's alone, and both sockets go with the daemon."""
+    daemon = ObservedDaemon(directory, config_of(pool=("veth0",)), net("veth0"))
+    daemon.listen(str(directory / "http.sock"))
+    before = open_fds()
+    async with daemon.running():
+        assert daemon.paths.status_socket == directory / "uds" / ".status.sock"
+        assert daemon.paths.status_socket.stat().st_mode & 0o777 == 0o600
+        assert await daemon.ask("/healthz") == (200, b"ok\n")
+        assert (await daemon.ask("/readyz"))[0] == 503
+        assert (await daemon.ask("/status"))[0] == 200
+        status, why = await daemon.ask("/reload", "POST")
+        assert (status, why) == (409, b"the program in which this daemon runs configures it\n")
+        http = directory / "http.sock"
+        status, body = await trio.to_thread.run_sync(ask_daemon, http, "GET", "/metrics")
+        assert (status, b'afxdpd_build_info{version="' in body) == (200, True)
+        for page in ("/status", "/reload"):
+            assert (await trio.to_thread.run_sync(ask_daemon, http, "GET", page))[0] == 404
+        http.unlink()
+        assert await daemon.ask("/healthz") == (503, f"{http} was removed\n".encode())
+    assert not daemon.paths.status_socket.exists()
+    assert open_fds() == before
+
+
+async def test_daemon_ends_when_its_address_cannot_be_had(directory: Path) -> None:
+    """Wrong, in use, or not to be had: each is an exception of its own, and nothing is left open."""
+    before = open_fds()
+    with http_listener(parse_http_address("127.0.0.1:0")) as (_, name, _):
+        for http, error, words in (
+            ("localhost", ConfigError, "http: 'localhost' is neither"),
+            (name, EndpointBusyError, f"{name}: another process serves this"),
+            ("192.0.2.1:9100", HostError, "192.0.2.1:9100: Cannot assign requested address: name another place with"),
+            (str(directory), HostError, "is there already, and is no socket: name another place with --http"),
+        ):
+            paths = afxdpd.Paths(kubelet_dir=directory, uds_dir=directory / "uds", bpffs=directory, http=http)
+            with pytest.raises(error, match=re.escape(words)):
+                await afxdpd.serve(config_of(), paths, host=FakeHost())
+    assert open_fds() == before
+
+
+async def test_daemon_runs_when_its_status_cannot_be_served(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is in the way of the status socket is a warning, and stays."""
+    (directory / "uds").mkdir()
+    (directory / "uds" / ".status.sock").write_text("mine")
+    async with ObservedDaemon(directory, config_of(pool=())).running():
+        pass
+    assert any("afxdpd status cannot be served" in record.message for record in caplog.records)
+    assert (directory / "uds" / ".status.sock").read_text() == "mine"
+
+
+async def test_configuration_is_read_once_for_all_who_ask_meanwhile() -> None:
+    """Whoever asks gets the outcome of a reading that began afterwards, when the daemon has taken it over."""
+    outcomes: list[PluginConfig | ConfigError] = [config_of(a=()), ConfigError(["bad", "worse"]), config_of(b=())]
+    taken = []
+
+    def read() -> PluginConfig:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, ConfigError):
+            raise outcome
+        return outcome
+
+    reload = afxdpd._Reload(read)
+    gate = trio.Event()
+
+    async def serve() -> None:
+        async with aclosing(reload.changes()) as changes:
+            async for config in changes:
+                await gate.wait()
+                taken.append(config.pools[0].name)
+
+    answers: list[list[str]] = []
+
+    async def ask() -> None:
+        answers.append(await reload.run())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve)
+        nursery.start_soon(ask)
+        nursery.start_soon(ask)
+        await wait_all_tasks_blocked()
+        assert answers == [], "it is not taken over yet"
+        nursery.start_soon(ask)  # its reading is the next one
+        await wait_all_tasks_blocked()
+        gate.set()
+        await wait_all_tasks_blocked()
+        assert answers == [[], [], ["bad", "worse"]]
+        reload.ask()
+        await wait_all_tasks_blocked()
+        assert taken == ["a", "b"]
+        nursery.cancel_scope.cancel()
