@@ -13,12 +13,14 @@ The module reads from top to bottom; each section uses only those above it:
     gRPC                    purerpc over Unix sockets, server and client
     Device plugins          the framework: anything about kubelet, nothing about AF_XDP
     AF_XDP pools            the framework's first user
+    Observation             probes, metrics and status: it reads the pools, and changes nothing of them
     Command line            main, logging, exit codes
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import collections
 import contextlib
 import copy
@@ -32,6 +34,7 @@ import fcntl
 import functools
 import gc
 import hashlib
+import importlib
 import inspect
 import itertools
 import json
@@ -50,6 +53,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 import warnings
 from collections.abc import (
@@ -66,6 +70,7 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     ClassVar,
@@ -99,6 +104,9 @@ from _uds import ffi, lib
 from afxdpd_proto import deviceplugin_pb2 as api
 from afxdpd_proto import dpcnisyncer_pb2 as syncer
 from afxdpd_proto import podresources_pb2 as podresources
+
+if TYPE_CHECKING:
+    import h11
 
 # ======================================================================================================================
 # Constants and errors
@@ -2955,6 +2963,35 @@ class Backoff:
         return min(delay * random.uniform(0.8, 1.2), self.limit)  # noqa: S311  jitter, no secret
 
 
+class Histogram:
+    """Counts durations by their length.
+
+    Args:
+        bounds: Seconds, rising: the longest duration that each class has; one more class has all that are longer.
+
+    Attributes:
+        counts: How many each class has.
+        total: The sum of all, in seconds.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Counts one."""
+        self.counts[bisect.bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+    def cumulated(self) -> list[int]:
+        """For each bound how many were not longer, and at last how many there were."""
+        return list(itertools.accumulate(self.counts))
+
+
+DURATIONS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0)
+"""The bounds for what takes a millisecond and has seconds, see Histogram."""
+
 _ENDS = (trio.Cancelled, KeyboardInterrupt)
 """Exceptions that are no failure of whatever they pass through."""
 
@@ -2992,6 +3029,11 @@ class ResourceServer:
         registered: Whether kubelet has accepted the present registration.
         watched: Whether kubelet has the present list's stream open.
         grpc_server: What serves kubelet; None while nothing does.
+        registrations: How often kubelet has accepted one.
+        registered_at: trio's time of the last of them.
+        allocations: How many devices kubelet was given in Allocate.
+        allocate_errors: How many calls of Allocate failed.
+        allocate_seconds: How long all calls of it took.
     """
 
     RESERVED: tuple[str, ...] = ()
@@ -3013,6 +3055,9 @@ class ResourceServer:
             self.socket_path = plugin_dir / f"{hashlib.sha256(self.resource.encode()).hexdigest()[:16]}.sock"
         self.registered = False
         self.grpc_server: GrpcServer | None = None
+        self.registrations = self.allocations = self.allocate_errors = 0
+        self.registered_at = -math.inf
+        self.allocate_seconds = Histogram(DURATIONS)
         self._kubelet_socket = plugin_dir / "kubelet.sock"
         self._plugin = plugin
         # For each of the plugin's plain methods: if they hang, nobody else waits.
@@ -3054,6 +3099,11 @@ class ResourceServer:
     def watched(self) -> bool:
         """Whether kubelet has the stream open."""
         return bool(self._streams)
+
+    @property
+    def trouble(self) -> str:
+        """What keeps it from kubelet, for people; "" for nothing that is known."""
+        return self._last_trouble
 
     # ---- the five methods of the API
 
@@ -3147,6 +3197,17 @@ class ResourceServer:
         with contextlib.suppress(UseDefaultMethodError):
             await self._call_plugin("pre_start_container", request, type(None), deadline)
         return api.PreStartContainerResponse()
+
+    async def _count_allocate(self, request: api.AllocateRequest) -> api.AllocateResponse:
+        begun, failed = trio.current_time(), 1
+        try:
+            response = await self.Allocate(request)
+            failed = 0
+        finally:
+            self.allocate_errors += failed
+            self.allocate_seconds.observe(trio.current_time() - begun)
+        self.allocations += sum(len(container.devices_ids) for container in request.container_requests)
+        return response
 
     async def _call_plugin(self, hook: str, argument: Message, kind: type[T], deadline: float) -> T:
         """Calls a method of the plugin; what goes wrong in it is told to the caller under the hook's name.
@@ -3332,7 +3393,8 @@ class ResourceServer:
             self._trouble(f"kubelet does not take the registration: {exc}")
             return False
         log.info("%s: registered with kubelet", self.resource)
-        self.registered = True
+        self.registered, self.registered_at = True, trio.current_time()
+        self.registrations += 1
         self._last_trouble = ""
         self._backoff.reset()
         return True
@@ -3361,7 +3423,9 @@ class ResourceServer:
                 request_type=api.Empty, call=self.GetDevicePluginOptions, timeout=HOOK_TIMEOUT
             ),
             "ListAndWatch": Method(request_type=api.Empty, stream=self.ListAndWatch, timeout=float("inf")),
-            "Allocate": Method(request_type=api.AllocateRequest, call=self.Allocate, timeout=ALLOCATE_TIMEOUT + late),
+            "Allocate": Method(
+                request_type=api.AllocateRequest, call=self._count_allocate, timeout=ALLOCATE_TIMEOUT + late
+            ),
             "GetPreferredAllocation": Method(
                 request_type=api.PreferredAllocationRequest,
                 call=self.GetPreferredAllocation,
@@ -3951,6 +4015,19 @@ class EthtoolUndo:
         (self._directory / device).unlink(missing_ok=True)
 
 
+class HandshakeCounts:
+    """What pods have asked for, and what they were answered.
+
+    Attributes:
+        requests: (type of the request, reply) → how often.
+        seconds: How long it took from accepting a connection until the first descriptor was sent on it.
+    """
+
+    def __init__(self) -> None:
+        self.requests: collections.Counter[tuple[type[Request], bytes]] = collections.Counter()
+        self.seconds = Histogram(DURATIONS)
+
+
 class UdsServer:
     """The socket of one allocated device, and the conversations of its pod.
 
@@ -3961,6 +4038,7 @@ class UdsServer:
         is_owner: Whether a hostname is that of the pod that holds the device; RpcError where that cannot be known.
         xskmap: The map of a device of this allocation, borrowed; None for any other device.
         fuzz: Whether it asks itself random things, too.
+        counts: Where it counts; its own by default.
     """
 
     def __init__(
@@ -3972,6 +4050,7 @@ class UdsServer:
         is_owner: Callable[[str], Awaitable[bool]],
         xskmap: Callable[[str], Fd | None],
         fuzz: bool = False,
+        counts: HandshakeCounts | None = None,
     ) -> None:
         self._directory = directory
         self._name = name
@@ -3979,6 +4058,7 @@ class UdsServer:
         self._is_owner = is_owner
         self._xskmap = xskmap
         self._fuzz = fuzz
+        self._counts = counts or HandshakeCounts()
         self._files = PodFiles()
         self._turn = trio.Lock()
         self._sessions = 0
@@ -3991,6 +4071,11 @@ class UdsServer:
     def path(self) -> Path:
         """The socket."""
         return self._directory / SOCKET_NAME
+
+    @property
+    def sessions(self) -> int:
+        """How many connections are open."""
+        return self._sessions
 
     def listen(self, host: HostHandler, uid: int) -> socket.socket:
         """Makes directory and socket, for root and one more user; returns the listening socket, the caller's.
@@ -4124,6 +4209,7 @@ class UdsServer:
 
     async def _converse(self, connection: socket.socket, idle: trio.CancelScope, connected: bool) -> None:
         """Answers each packet until the end; `idle` is cancelled when none has come in the idle time."""
+        accepted: float | None = trio.current_time()
         while True:
             packet = await self._receive(connection)
             idle.deadline = trio.current_time() + self._idle_timeout  # which is longer than any answer takes
@@ -4145,6 +4231,10 @@ class UdsServer:
             connected = connected or reply == HOST_OK
             with fd or contextlib.nullcontext():
                 await _send_packet(connection, reply, fd)
+            self._counts.requests[type(request), reply] += 1
+            if accepted is not None and reply == FD_ACK:
+                self._counts.seconds.observe(trio.current_time() - accepted)
+                accepted = None
             if isinstance(request, Fin):
                 return
             await trio.lowlevel.wait_readable(connection)
@@ -4349,6 +4439,10 @@ class PoolManager(ResourceServer):
         config: What is said of it now; None where it is configured no more.
         devices: Its devices by name: those in the host namespace, and the allocated ones wherever they are.
         server_factory: Makes the socket server of an allocated device.
+        handshakes: What its pods have asked for.
+        releases: How many devices were released, by the reason: "kubelet" lists no pod, the "cni" said so, or they
+            were "taken_over" by the next Allocate.
+        attach_errors: How often a program could not be attached or replaced, by errno.
     """
 
     RESERVED = (SYNCER_NAME,)
@@ -4375,6 +4469,9 @@ class PoolManager(ResourceServer):
         super().__init__(NAMESPACE, config.name, plugin=self, kubelet_dir=kubelet_dir)
         self.name = config.name
         self.devices: dict[str, PoolDevice] = {}
+        self.handshakes = HandshakeCounts()
+        self.releases = dict.fromkeys(("kubelet", "cni", "taken_over"), 0)
+        self.attach_errors: collections.Counter[int] = collections.Counter()
         self.bpf_handler = xdp or Xdp()
         self.net_handler = network or Network()
         self._options = config
@@ -4806,17 +4903,27 @@ class PoolManager(ResourceServer):
                 await detaching.wait()
             if net is None:
                 raise OSError(errno.ENODEV, "it is not in the host's network namespace and carries no program of ours")
-            device.attachment = await trio.to_thread.run_sync(
-                self.bpf_handler.attach, net.ifindex, net.queues, abandon_on_cancel=True
-            )
+            with self._count_errors():
+                device.attachment = await trio.to_thread.run_sync(
+                    self.bpf_handler.attach, net.ifindex, net.queues, abandon_on_cancel=True
+                )
             log.info("%s: %s: prepared, %s mode", self.resource, device.name, device.attachment.xdp_mode)
         elif attachment.handed_out and (free or device.stale):
-            device.attachment = await trio.to_thread.run_sync(self.bpf_handler.renew, attachment)
+            with self._count_errors():
+                device.attachment = await trio.to_thread.run_sync(self.bpf_handler.renew, attachment)
             if device.server is not None:
                 device.server.scope.cancel()
                 device.server = None
             log.info("%s: %s: prepared again", self.resource, device.name)
         device.stale = False
+
+    @contextlib.contextmanager
+    def _count_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            self.attach_errors[exc.errno or 0] += 1
+            raise
 
     async def _is_made(self, part: Subfunction) -> bool:
         """Whether there is a subfunction, here or with a pod."""
@@ -5008,7 +5115,7 @@ class PoolManager(ResourceServer):
         taken_over = device.allocation is not None
         if taken_over:
             log.info("%s: %s: taken over from an earlier allocation", self.resource, device.name)
-            self._vacate(device)
+            self._vacate(device, "taken_over")
         await self._undo_ethtool(device)
         if not self._is_ready(device) or (device.subfunction is not None and device.attachment is None):
             await self._work_on(device)
@@ -5062,6 +5169,7 @@ class PoolManager(ResourceServer):
                 is_owner=functools.partial(self._is_owner, device),
                 xskmap=functools.partial(self._xskmap, device),
                 fuzz=options.uds_fuzz,
+                counts=self.handshakes,
             )
             self._nursery.start_soon(server.serve, server.listen(self._host, user))
             device.server = server
@@ -5075,11 +5183,17 @@ class PoolManager(ResourceServer):
             path.unlink()
         Fd(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)).close()
 
-    def _vacate(self, device: PoolDevice) -> None:
+    def _vacate(self, device: PoolDevice, released: str = "") -> None:
         """Ends a device's allocation: conversations ended, socket and directory removed, unpinned.
 
         A pod that still has the old directory mounted finds it empty for ever: the next one is another.
+
+        Args:
+            device: Whose.
+            released: Why, see `releases`; "" where it was never really given away.
         """
+        if released:
+            self.releases[released] += 1
         if device.server is not None:
             device.server.scope.cancel()
             device.server = None
@@ -5119,7 +5233,7 @@ class PoolManager(ResourceServer):
                 # From here on nothing is waited for: whoever has it now may have come only after the question.
                 if device.allocation is not None and not listed and not self._is_unknown(device, device.allocation):
                     log.info("%s: %s: released: the CNI says so", self.resource, name)
-                    self._vacate(device)
+                    self._vacate(device, "cni")
                 self._unpin(name)
                 now = trio.current_time()
                 device.hold_until = now + (HOLD_OFF if device.allocation is None else HOLD_OFF_TAKEN)
@@ -5255,7 +5369,7 @@ class PoolManager(ResourceServer):
         )
         if certain and device.working is None and not device.wanted:
             log.info("%s: %s: released: kubelet lists no pod that holds it", self.resource, device.name)
-            self._vacate(device)
+            self._vacate(device, "kubelet")
             self._settle(device)
 
 
@@ -5413,6 +5527,609 @@ class KindKeeper:
 
 
 # ======================================================================================================================
+# Observation
+#
+# What the daemon shows of itself: probes, metrics and status, as pages over HTTP. Nothing here changes anything of the
+# pools; what has to be counted they count themselves. h11 and prometheus_client are imported when they are first used.
+# ======================================================================================================================
+
+STATUS_NAME = ".status.sock"
+"""The socket in the directory of the pods' sockets on which the daemon tells its status; no pool is called so."""
+
+HTTP_CONNECTIONS_MAX = 100
+"""Connections at the same time; for a further one the oldest is closed, if possible of those that ask nothing now."""
+HTTP_HEAD_MAX, HTTP_BODY_MAX = 8 << 10, 16 << 10
+"""Bytes in the head and in the body of a request."""
+HTTP_IDLE_TIMEOUT, HTTP_SEND_TIMEOUT = 30.0, 10.0
+"""Seconds for a request to come, and for its reply to be read."""
+HTTP_LINGER = 1.0
+"""Seconds in which a peer may read why its request was refused."""
+
+HttpAddress = Path | tuple[int, tuple[Any, ...]]
+"""A Unix socket, or an address family and what bind(2) takes."""
+
+
+def parse_http_address(text: str) -> HttpAddress:
+    """Reads ``127.0.0.1:9100``, ``[::1]:9100`` or the path of a Unix socket, which has a slash.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if "/" in text:
+        if len(os.fsencode(text)) > SUN_PATH_MAX or not text.isprintable():
+            raise ValueError(f"{text!r} is no path of at most {SUN_PATH_MAX} bytes")
+        return Path(text)
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%\w+)?)\]|([0-9]+(?:\.[0-9]+){3})):([0-9]{1,5})", text)
+    if match is not None and int(match[3]) < 1 << 16:
+        with contextlib.suppress(OSError):
+            numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+            ((family, _, _, _, address),) = socket.getaddrinfo(
+                match[1] or match[2], match[3], type=socket.SOCK_STREAM, flags=numeric
+            )
+            return family, address
+    raise ValueError(f"{text!r} is neither ADDRESS:PORT nor [IPV6 ADDRESS]:PORT nor the path of a socket with a slash")
+
+
+@contextlib.contextmanager
+def http_listener(address: HttpAddress) -> Iterator[tuple[socket.socket, str, Callable[[], bool]]]:
+    """Listens at an address while the block runs; of a Unix socket, which is its user's alone, the file goes then.
+
+    Returns:
+        The non-blocking socket, where it listens, for people, and what says whether nobody has removed it.
+
+    Raises:
+        EndpointBusyError: Another process does.
+        OSError: It cannot; the file name is the address.
+    """
+    with contextlib.ExitStack() as stack:
+        is_there: Callable[[], bool] = lambda: True  # noqa: E731
+        if isinstance(address, Path):
+            name = str(address)
+            if address.is_symlink() or (address.exists() and not address.is_socket()):
+                raise OSError(errno.EEXIST, "is there already, and is no socket", name)
+            refuse_busy(address)
+            listener = stack.enter_context(open_unix_listener(address))
+            address.chmod(0o600)
+            is_there = stack.enter_context(Place(address)).is_there
+            stack.callback(lambda: address.unlink() if is_there() else None)
+        else:
+            family, where = address
+            name = "{}:{}".format(f"[{where[0]}]" if family == socket.AF_INET6 else where[0], where[1])
+            listener = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(where)
+                listener.listen(128)
+            except OSError as exc:
+                if exc.errno == errno.EADDRINUSE:
+                    raise EndpointBusyError(f"{name}: another process serves this; end it first") from exc
+                raise OSError(exc.errno, exc.strerror, name) from exc
+            name = f"{name.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        yield listener, name, is_there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """What is answered to a request."""
+
+    body: bytes
+    status: int = 200
+    content_type: str = "text/plain; charset=utf-8"
+    allow: str = ""
+
+
+def text_page(lines: Iterable[str], status: int = 200) -> Page:
+    """A page of lines for people."""
+    return Page(body="".join(f"{line}\n" for line in lines).encode(errors="backslashreplace"), status=status)
+
+
+def json_page(content: object, status: int = 200) -> Page:
+    """A page for programs; names of devices may be no text, which json.dumps can say."""
+    return Page(body=json.dumps(content).encode() + b"\n", status=status, content_type="application/json")
+
+
+Pages = Mapping[str, Mapping[str, Callable[[], Awaitable[Page]]]]
+"""Path → method → what makes the page. What is there for GET is there for HEAD."""
+
+
+class HttpServer:
+    """Serves pages over HTTP/1.1. What a peer does can end its own connection and no other."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+        self._open: dict[trio.CancelScope, bool] = {}  # whether it has asked nothing yet; the oldest is the first
+        self._turn = trio.Lock()
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    async def serve(
+        self, listener: socket.socket, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> NoReturn:
+        """Serves a listening socket until cancelled, and closes it."""
+        acceptor = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+        async with acceptor, trio.open_nursery() as nursery:
+            task_status.started()
+            while True:
+                try:
+                    stream = await acceptor.accept()
+                except OSError as exc:
+                    log.warning("HTTP: cannot accept connections: %s", exc.strerror)
+                    await trio.sleep(1)
+                    continue
+                while len(self._open) >= HTTP_CONNECTIONS_MAX:
+                    oldest = min(self._open, key=lambda scope: not self._open[scope])
+                    del self._open[oldest]
+                    oldest.cancel()
+                scope = trio.CancelScope()
+                self._open[scope] = True
+                nursery.start_soon(self._serve_connection, stream, scope)
+
+    async def _serve_connection(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        try:
+            with scope:
+                async with stream:
+                    await self._converse(stream, scope)
+        except (trio.BrokenResourceError, trio.TooSlowError):
+            pass
+        except Exception:
+            log.exception("HTTP: connection closed, which is a bug")
+        finally:
+            self._open.pop(scope, None)
+
+    async def _converse(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
+        import h11
+
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=HTTP_HEAD_MAX)
+        while True:
+            head = False
+            try:
+                with trio.fail_after(HTTP_IDLE_TIMEOUT):
+                    request = await self._next_request(connection, stream)
+                if request is None:
+                    return
+                head = request.method == b"HEAD"
+                page = await self._page(request, scope)
+            except h11.RemoteProtocolError as exc:
+                page = text_page([str(exc)], exc.error_status_hint)
+            headers = [
+                ("Date", datetime.datetime.now(datetime.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")),
+                ("Content-Type", page.content_type),
+                ("Content-Length", str(len(page.body))),
+                ("Cache-Control", "no-store"),
+                *([("Allow", page.allow)] if page.allow else []),
+            ]
+            refused = connection.their_state not in (h11.DONE, h11.MUST_CLOSE)
+            if refused:
+                headers.append(("Connection", "close"))
+            data = connection.send(h11.Response(status_code=page.status, headers=headers)) or b""
+            data += (connection.send(h11.Data(data=page.body)) or b"") if not head else b""
+            data += connection.send(h11.EndOfMessage()) or b""
+            with trio.fail_after(HTTP_SEND_TIMEOUT):
+                await stream.send_all(data)
+            if refused:  # what it still sends would have the kernel throw away our answer
+                with trio.move_on_after(HTTP_LINGER):
+                    await stream.send_eof()
+                    while await stream.receive_some(1 << 16):
+                        pass
+            if connection.our_state is not h11.DONE:
+                return
+            connection.start_next_cycle()
+            if scope in self._open:
+                self._open[scope] = True
+
+    @staticmethod
+    async def _next_request(connection: h11.Connection, stream: trio.SocketStream) -> h11.Request | None:
+        """Waits for a whole request; None where none comes any more."""
+        import h11
+
+        request, size = None, 0
+        while True:
+            event = connection.next_event()
+            if event is h11.NEED_DATA:
+                if request is not None and connection.they_are_waiting_for_100_continue:
+                    return request  # nobody needs the body
+                connection.receive_data(await stream.receive_some(1 << 14))
+            elif isinstance(event, h11.Request):
+                request = event
+            elif isinstance(event, h11.Data):
+                size += len(event.data)
+                if size > HTTP_BODY_MAX:
+                    raise h11.RemoteProtocolError("the body is too long", error_status_hint=413)
+            elif isinstance(event, h11.EndOfMessage):
+                return request
+            else:
+                return None
+
+    async def _page(self, request: h11.Request, scope: trio.CancelScope) -> Page:
+        if scope in self._open:
+            self._open[scope] = False
+        async with self._turn:  # others have theirs, too, however many ask for pages
+            await trio.lowlevel.checkpoint()
+        match = re.match(r"(?:https?://[^/?]*)?([^?]*)", request.target.decode("latin-1"))
+        methods = self._pages.get(match[1] if match else "")
+        if methods is None:
+            return text_page([f"no such page; there are {', '.join(self._pages)}"], 404)
+        method = request.method.decode("latin-1")
+        make = methods.get("GET" if method == "HEAD" else method)
+        if make is None:
+            allow = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
+            return dataclasses.replace(text_page([f"this page is for {allow}"], 405), allow=allow)
+        try:
+            return await make()
+        except Exception:
+            log.exception("HTTP: %s failed, which is a bug", match[1] if match else "")
+            return text_page(["failed, see the log of the daemon"], 500)
+
+
+HANDSHAKES = {
+    (Connect, HOST_OK): ("connect", "ok"),
+    (Connect, HOST_NAK): ("connect", "nak"),
+    (Connect, ERROR): ("connect", "error"),
+    (GetVersion, HANDSHAKE_VERSION): ("version", "ok"),
+    (GetXskMap, FD_ACK): ("xsk_map_fd", "ok"),
+    (GetXskMap, FD_NAK): ("xsk_map_fd", "nak"),
+    (ConfigBusyPoll, BUSY_POLL_ACK): ("config_busy_poll", "ok"),
+    (ConfigBusyPoll, BUSY_POLL_NAK): ("config_busy_poll", "nak"),
+    (Fin, FIN_ACK): ("fin", "ok"),
+    (Malformed, NAK): ("unknown", "nak"),
+}
+"""Request and reply → verb and result in the metrics. There are no others."""
+
+
+class Observation:
+    """Reads what the pools do.
+
+    Args:
+        pools: By name, as they come and go.
+        configured: Says which pools there have to be.
+
+    Attributes:
+        sockets: Further sockets that have to be there, and what says whether they are.
+    """
+
+    def __init__(self, pools: Mapping[str, PoolManager], configured: Callable[[], Iterable[str]]) -> None:
+        self._all = pools
+        self._configured = configured
+        self._begun = trio.current_time()
+        self.sockets: dict[str, Callable[[], bool]] = {}
+
+    def pools(self) -> list[PoolManager]:
+        """The pools that are configured or still have pods."""
+        return [pool for pool in self._all.values() if pool.config is not None or pool.devices]
+
+    def pages(self) -> Pages:
+        """The probes and the metrics."""
+        return {"/healthz": {"GET": self.healthz}, "/readyz": {"GET": self.readyz}, "/metrics": {"GET": self.metrics}}
+
+    # ---- probes
+
+    def missing_sockets(self) -> Iterator[str]:
+        """Yields a line for each socket that we have made and somebody has removed."""
+        for path, is_there in self.sockets.items():
+            if not is_there():
+                yield f"{path} was removed"
+        for pool in self._all.values():
+            if pool.grpc_server is not None and not pool.socket_path.is_socket():
+                yield f"{pool.socket_path} was removed"
+            for device in pool.devices.values():
+                if device.server is not None and not device.server.is_there():
+                    yield f"{device.server.path} was removed"
+
+    def unready_pools(self) -> Iterator[str]:
+        """Yields a line for each configured pool that kubelet does not know or does not watch."""
+        for name in self._configured():
+            pool = self._all.get(name)
+            if pool is None:
+                yield f"{NAMESPACE}/{name}: not begun yet"
+            elif pool.config is not None and not (pool.registered and pool.watched):
+                yield f"{pool.resource}: {self._kubelet_trouble(pool)}"
+
+    @staticmethod
+    def _kubelet_trouble(pool: PoolManager) -> str:
+        if pool.registered:
+            return "registered, but kubelet does not watch the devices"
+        return f"not registered: {pool.trouble or 'kubelet has not answered yet'}"
+
+    async def healthz(self) -> Page:
+        """Whether we live: that there is an answer, and nobody has removed our sockets."""
+        wrong = list(self.missing_sockets())
+        return text_page(wrong or ["ok"], 503 if wrong else 200)
+
+    async def readyz(self) -> Page:
+        """Whether kubelet knows and watches all pools."""
+        wrong = list(self.unready_pools())
+        return text_page(wrong or ["ok"], 503 if wrong else 200)
+
+    # ---- metrics
+
+    async def metrics(self) -> Page:
+        """All metrics in Prometheus's text format."""
+        exposition = await trio.to_thread.run_sync(
+            importlib.import_module, "prometheus_client.exposition"
+        )  # takes long
+        body = await trio.to_thread.run_sync(exposition.generate_latest, _Families(self.families()))
+        return Page(body=body, content_type=exposition.CONTENT_TYPE_LATEST)
+
+    def families(self) -> list[Any]:
+        """The metrics as prometheus_client has them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        pools = self.pools()
+        found: list[Any] = []
+
+        def add(kind: Callable[..., Any], name: str, text: str, labels: str, *samples: tuple[Any, ...]) -> None:
+            family = kind(f"afxdpd_{name}", text, labels=labels.split())
+            for *values, number in samples:
+                family.add_metric(values, number)
+            found.append(family)
+
+        def add_histogram(name: str, text: str, of: Callable[[PoolManager], Histogram]) -> None:
+            family = HistogramMetricFamily(f"afxdpd_{name}", text, labels=["pool"])
+            for pool in pools:
+                histogram = of(pool)
+                bounds = [*map(str, histogram.bounds), "+Inf"]
+                family.add_metric([pool.name], list(zip(bounds, histogram.cumulated(), strict=True)), histogram.total)
+            found.append(family)
+
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        states = {pool.name: collections.Counter(info.state for info in pool.listed().values()) for pool in pools}
+        add(gauge, "build_info", "The daemon's version; the value is always 1.", "version", (__version__, 1))
+        add(
+            *(gauge, "devices", "Devices that kubelet is told of, by health.", "pool health"),
+            *((name, state, count[state]) for name, count in states.items() for state in (HEALTHY, UNHEALTHY)),
+        )
+        add(
+            *(gauge, "allocated_devices", "Devices that pods have.", "pool"),
+            *((pool.name, len(pool.allocated())) for pool in pools),
+        )
+        add(
+            *(counter, "allocations", "Devices that kubelet was given in Allocate.", "pool"),
+            *((pool.name, pool.allocations) for pool in pools),
+        )
+        add(
+            *(counter, "allocate_errors", "Calls of Allocate that failed.", "pool"),
+            *((pool.name, pool.allocate_errors) for pool in pools),
+        )
+        add_histogram(
+            "allocate_duration_seconds",
+            "From the arrival of a call of Allocate until there is an answer, also a failure.",
+            lambda pool: pool.allocate_seconds,
+        )
+        add(
+            counter,
+            "releases",
+            "Devices that were released, since kubelet lists no pod, the CNI says so, or Allocate takes them over.",
+            "pool reason",
+            *((pool.name, reason, number) for pool in pools for reason, number in pool.releases.items()),
+        )
+        add(
+            *(counter, "registrations", "Registrations that kubelet has accepted.", "pool"),
+            *((pool.name, pool.registrations) for pool in pools),
+        )
+        add(
+            *(gauge, "kubelet_connected", "Whether a configured pool is registered and watched by kubelet.", "pool"),
+            *((pool.name, int(pool.registered and pool.watched)) for pool in pools if pool.config is not None),
+        )
+        add(
+            *(gauge, "sessions", "Open connections of pods.", "pool"),
+            *((pool.name, sum(map(_sessions, pool.devices.values()))) for pool in pools),
+        )
+        add(
+            *(counter, "handshake_requests", "Requests of pods, by verb and result.", "pool verb result"),
+            *(
+                (pool.name, *labels, pool.handshakes.requests[key])
+                for pool in pools
+                for key, labels in HANDSHAKES.items()
+            ),
+        )
+        add_histogram(
+            "handshake_duration_seconds",
+            "From accepting a pod's connection until the first descriptor of a map was sent on it, the pod's own time "
+            "included.",
+            lambda pool: pool.handshakes.seconds,
+        )
+        add(
+            counter,
+            "attach_errors",
+            "Failures to attach or replace an XDP program, by errno.",
+            "pool errno",
+            *(
+                (pool.name, errno.errorcode.get(number, str(number)), count)
+                for pool in pools
+                for number, count in pool.attach_errors.items()
+            ),
+        )
+        return found
+
+    # ---- status
+
+    async def status_page(self) -> Page:
+        """What `afxdpd status` shows."""
+        return json_page(self.status())
+
+    def status(self) -> dict[str, Any]:
+        """All there is to know of the pools, for `afxdpd status`; times in seconds until now."""
+        now = trio.current_time()
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "running_for": round(now - self._begun, 3),
+            "pools": [self._pool_status(pool, now) for pool in self.pools()],
+        }
+
+    def _pool_status(self, pool: PoolManager, now: float) -> dict[str, Any]:
+        connected = pool.registered and pool.watched
+        trouble = "" if connected or pool.config is None else self._kubelet_trouble(pool)
+        return {
+            "name": pool.name,
+            "resource": pool.resource,
+            "mode": pool.mode,
+            "configured": pool.config is not None,
+            "kubelet": {
+                "registered": pool.registered,
+                "registered_for": round(now - pool.registered_at, 3) if pool.registered else None,
+                "watched": pool.watched,
+                "registrations": pool.registrations,
+                "trouble": trouble,
+            },
+            "devices": [
+                self._device_status(pool.devices[name], info, now)
+                for name, info in sorted(pool.listed().items())
+                if name in pool.devices
+            ],
+        }
+
+    @staticmethod
+    def _device_status(device: PoolDevice, info: DeviceInfo, now: float) -> dict[str, Any]:
+        attachment, net, allocation = device.attachment, device.net, device.allocation
+        xdp_mode = None if attachment is None else attachment.xdp_mode
+        if attachment is not None and net is not None and net.xdp_prog_id == attachment.prog_id:
+            xdp_mode = xdp_mode or net.xdp_mode
+        where = "host" if net is not None else "elsewhere" if allocation is not None else "not made"
+        return {
+            "name": device.name,
+            "health": info.state,
+            "reason": info.reason,
+            "where": where,
+            "xdp_mode": xdp_mode,
+            "program_id": None if attachment is None else attachment.prog_id,
+            "map_id": None if attachment is None else attachment.map_id,
+            "sessions": _sessions(device),
+            "allocation": None
+            if allocation is None
+            else {
+                "held_for": round(now - allocation.since, 3),
+                "older_than_daemon": allocation.restored,
+                "owners": [dataclasses.asdict(owner) for owner in device.owners],
+            },
+        }
+
+
+def _sessions(device: PoolDevice) -> int:
+    return 0 if device.server is None else device.server.sessions
+
+
+def status_lines(status: Mapping[str, Any], *, colour: bool = False) -> Iterator[str]:
+    """Yields a status as lines for a person at a terminal."""
+    pools = status["pools"]
+    devices = [device for pool in pools for device in pool["devices"]]
+    yield (
+        f"afxdpd {status['version']}, process {status['pid']}, running for {_age(status['running_for'])}: "
+        f"{_count(len(pools), 'pool')}, {_count(len(devices), 'device')}, {_allocated(devices)}, "
+        f"{_count(sum(device['sessions'] for device in devices), 'session')}"
+    )
+    for pool in pools:
+        kubelet, trouble = pool["kubelet"], printable(pool["kubelet"]["trouble"])
+        if not pool["configured"]:
+            words = "configured no more"
+        elif trouble:
+            words = _painted(trouble, "31", colour)
+        else:
+            words = f"registered with kubelet for {_age(kubelet['registered_for'])}, watched"
+        counts = f"{_count(len(pool['devices']), 'device')}, {_allocated(pool['devices'])}"
+        yield ""
+        yield f"{_painted(pool['resource'], '1', colour)}: {pool['mode']} mode, {counts}; {words}"
+        rows = [_device_row(device) for device in pool["devices"]]
+        table = [("DEVICE", "HEALTH", "WHERE", "XDP", "PROGRAM", "MAP", "SESSIONS", "HELD FOR", "HELD BY"), *rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for row, device in zip(table if rows else (), [None, *pool["devices"]], strict=False):
+            cells = [
+                cell.rjust(width) if name in ("PROGRAM", "MAP", "SESSIONS") else cell.ljust(width)
+                for name, cell, width in zip(table[0], row, widths, strict=True)
+            ]
+            if device is not None:
+                cells[1] = _painted(cells[1], "32" if device["health"] == HEALTHY else "31", colour)
+            yield f"  {'  '.join(cells)}".rstrip()
+            if device is not None and device["reason"]:
+                yield f"    {printable(device['reason'])}"
+
+
+def _device_row(device: Mapping[str, Any]) -> tuple[str, ...]:
+    numbers = [str(device[key] or "-") for key in ("program_id", "map_id", "sessions")]
+    held_for = held_by = "-"
+    if (allocation := device["allocation"]) is not None:
+        held_for = ">" * allocation["older_than_daemon"] + _age(allocation["held_for"])
+        owners = [f"{owner['namespace']}/{owner['pod']}/{owner['container']}" for owner in allocation["owners"]]
+        held_by = printable(", ".join(owners)) or "kubelet has not said"
+    name, xdp_mode = printable(device["name"]), device["xdp_mode"] or "-"
+    return name, device["health"], device["where"], xdp_mode, *numbers, held_for, held_by
+
+
+def _painted(text: str, code: str, colour: bool) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if colour else text
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+
+
+def _allocated(devices: Collection[Mapping[str, Any]]) -> str:
+    return f"{sum(device['allocation'] is not None for device in devices) or 'none'} allocated"
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit}"
+    return f"{int(seconds)} s"
+
+
+def ask_daemon(path: Path, method: str, page: str, *, timeout: float = 30.0) -> tuple[int, bytes]:
+    """Asks the daemon that serves a status socket. Blocks.
+
+    Args:
+        path: The socket.
+        method: See Pages.
+        page: Likewise.
+        timeout: Seconds without a byte.
+
+    Returns:
+        The HTTP status and the body.
+
+    Raises:
+        OSError: Nobody answers, or it is not HTTP.
+    """
+    import h11
+
+    connection = h11.Connection(h11.CLIENT)
+    status, body = 0, b""
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(timeout)
+        peer.connect(os.fspath(path))
+        request = h11.Request(method=method, target=page, headers=[("Host", "afxdpd"), ("Connection", "close")])
+        peer.sendall((connection.send(request) or b"") + (connection.send(h11.EndOfMessage()) or b""))
+        try:
+            while True:
+                event = connection.next_event()
+                if event is h11.NEED_DATA:
+                    connection.receive_data(peer.recv(1 << 16))
+                elif isinstance(event, h11.Response):
+                    status = event.status_code
+                elif isinstance(event, h11.Data):
+                    body += event.data
+                elif isinstance(event, h11.EndOfMessage):
+                    return status, body
+        except h11.RemoteProtocolError as exc:
+            raise OSError(errno.EPROTO, f"the answer is no HTTP: {exc}") from exc
+
+
+class _Families:
+    """Metrics in the form in which prometheus_client asks for them, with those of the process; for a thread."""
+
+    def __init__(self, families: list[Any]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Any]:
+        from prometheus_client import ProcessCollector
+
+        return [*self._families, *ProcessCollector(registry=None).collect()]
+
+
+# ======================================================================================================================
 # Command line
 # ======================================================================================================================
 
@@ -5426,15 +6143,27 @@ class Paths:
         pod_resources_socket: The socket of kubelet's pod resources API.
         uds_dir: Where pods' socket directories are made; of this daemon alone.
         bpffs: A BPF file system, for the pins.
+        http: Where probes and metrics are served, see parse_http_address; None for nowhere.
     """
 
     kubelet_dir: Path = KUBELET_DIR
     pod_resources_socket: Path = KUBELET_DIR / "pod-resources" / "kubelet.sock"
     uds_dir: Path = UDS_DIR
     bpffs: Path = BPFFS
+    http: str | None = None
+
+    @property
+    def status_socket(self) -> Path:
+        """Where the daemon tells its status."""
+        return self.uds_dir / STATUS_NAME
 
     def problems(self, config: PluginConfig) -> Iterator[str]:
         """Yields a line for each socket whose path is too long to be bound. See get_plugin_config."""
+        if self.http is not None:
+            try:
+                parse_http_address(self.http)
+            except ValueError as exc:
+                yield f"http: {exc}"
         paths = []
         for index, pool in enumerate(config.pools or ()):
             if pool is None or pool.name is None:
@@ -5452,10 +6181,10 @@ class Paths:
                 yield f"{key}: makes the path of a socket longer than {SUN_PATH_MAX} bytes: {path}"
 
     def check(self, config: PluginConfig) -> None:
-        """Makes sure that each socket's path is short enough to be bound.
+        """Makes sure that each socket's path is short enough to be bound, and that `http` is an address.
 
         Raises:
-            ConfigError: One is not.
+            ConfigError: Something is not.
         """
         if errors := list(self.problems(config)):
             raise ConfigError(errors)
@@ -5472,6 +6201,7 @@ async def serve(
     kind: KindHandler | None = None,
     devlink: DevlinkHandler | None = None,
     ethtool: EthtoolHandler | None = None,
+    reload: Callable[[], Awaitable[list[str]]] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Runs the daemon until cancelled.
@@ -5489,10 +6219,11 @@ async def serve(
         kind: Likewise.
         devlink: Likewise.
         ethtool: Likewise.
+        reload: What `afxdpd reload` does: has `changes` yield, and returns a line for each thing that is wrong.
         task_status: Started when this host has been found fit and nobody else serves these paths.
 
     Raises:
-        ConfigError: A socket's path would be too long.
+        ConfigError: A socket's path would be too long, or `Paths.http` is no address.
         HostError: This host does not suffice.
         KindNetworkError: The network for a cluster of kind cannot be made.
         EndpointBusyError: Another process serves the same.
@@ -5558,16 +6289,55 @@ async def serve(
         scanner = PoolScanner(config, network, host, allocated=functools.partial(owners, PoolManager.kept))
         manager = Manager(NAMESPACE, scanner, make_server=make_pool)
         kind_keeper = KindKeeper(kind or KindNetwork(), network, functools.partial(owners, PoolManager.allocated))
-        await kind_keeper.want(config.kind_cluster)
-        log.info("afxdpd %s: %s", __version__, _pool_names(config))
-        task_status.started()
-        await _first_of(
-            manager.run,
-            pod_resources.run,
-            kind_keeper.run,
-            Syncer(all_pools, kubelet_dir=paths.kubelet_dir).run,
-            follow_changes,
+        observation = Observation(
+            pools, lambda: scanner.pools if begun.is_set() else [pool.name for pool in config.pools]
         )
+        with _http_servers(observation, paths, reload) as http_servers:
+            await kind_keeper.want(config.kind_cluster)
+            log.info("afxdpd %s: %s", __version__, _pool_names(config))
+            task_status.started()
+            await _first_of(
+                manager.run,
+                pod_resources.run,
+                kind_keeper.run,
+                Syncer(all_pools, kubelet_dir=paths.kubelet_dir).run,
+                follow_changes,
+                *http_servers,
+            )
+
+
+@contextlib.contextmanager
+def _http_servers(
+    observation: Observation, paths: Paths, reload: Callable[[], Awaitable[list[str]]] | None
+) -> Iterator[list[Callable[[], Awaitable[None]]]]:
+    """Listens where the daemon is observed; yields what serves there."""
+
+    async def reload_page() -> Page:
+        if reload is None:
+            return text_page(["the program in which this daemon runs configures it"], 409)
+        return json_page({"errors": await reload()})
+
+    pages = observation.pages()
+    own_pages = {**pages, "/status": {"GET": observation.status_page}, "/reload": {"POST": reload_page}}
+    servers: list[Callable[[], Awaitable[None]]] = []
+    with contextlib.ExitStack() as stack:
+
+        def listen(address: HttpAddress, pages: Pages) -> str:
+            listener, name, is_there = stack.enter_context(http_listener(address))
+            observation.sockets[name] = is_there
+            servers.append(functools.partial(HttpServer(pages).serve, listener))
+            return name
+
+        try:
+            if paths.http is not None:
+                log.info("HTTP on %s", listen(parse_http_address(paths.http), pages))
+        except OSError as exc:
+            raise HostError(f"{exc.filename}: {exc.strerror}: name another place with --http") from exc
+        try:
+            listen(paths.status_socket, own_pages)
+        except (OSError, EndpointBusyError) as exc:
+            log.warning("afxdpd status cannot be served: %s", exc)  # and everything else can
+        yield servers
 
 
 def _pool_names(config: PluginConfig) -> str:
@@ -5625,6 +6395,14 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends with the exit code for wrong input; argparse's own is taken."""
         self.exit(ExitCode.CONFIGURATION, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _http_address(text: str) -> str:
+    try:
+        parse_http_address(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    return text
 
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -5686,6 +6464,13 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="where the logFile of the configuration is (default: %(default)s)",
     )
+    parser.add_argument(
+        "--http",
+        type=_http_address,
+        metavar="ADDRESS",
+        help="serve /healthz, /readyz and /metrics there: 127.0.0.1:9100, [::1]:9100, or a Unix socket's path with a "
+        "slash (default: nowhere)",
+    )
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the configuration, and end")
     parser.add_argument(
         "--check",
@@ -5693,6 +6478,11 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="read the configuration, say what each pool would take on this host, and end",
     )
     parser.add_argument("--version", action="version", version=f"afxdpd {__version__}")
+    parser.add_argument_group(
+        "commands",
+        "afxdpd status: shows what the running daemon does. afxdpd reload: has it read its configuration again. "
+        "Each has options of its own, see afxdpd status --help.",
+    )
     return parser.parse_args(arguments)
 
 
@@ -5776,41 +6566,178 @@ def _read_config(options: argparse.Namespace, paths: Paths) -> PluginConfig:
     return config
 
 
-async def _serve_until_signal(config: PluginConfig, paths: Paths, read: Callable[[], PluginConfig]) -> None:
-    reload = trio.Event()
+class _Reload:
+    """Reads the configuration again, whoever asks for that."""
 
-    async def changes() -> AsyncGenerator[PluginConfig, None]:
-        nonlocal reload
+    def __init__(self, read: Callable[[], PluginConfig]) -> None:
+        self._read = read
+        self._asked = trio.Event()
+        self._outcome: tuple[trio.Event, list[str]] = trio.Event(), []  # of the next reading
+
+    def ask(self) -> None:
+        """Has it read, and returns at once."""
+        self._asked.set()
+
+    async def run(self) -> list[str]:
+        """Has it read, and returns a line for each thing that is wrong with it."""
+        done, errors = self._outcome
+        self.ask()
+        await done.wait()
+        return errors
+
+    async def changes(self) -> AsyncGenerator[PluginConfig, None]:
+        """Yields each configuration that can be used."""
         while True:
-            await reload.wait()
-            reload = trio.Event()
+            await self._asked.wait()
+            self._asked = trio.Event()
+            done, errors = self._outcome
+            self._outcome = trio.Event(), []
             try:
-                new = read()
+                new = self._read()
             except (ConfigError, LogFileError) as exc:
-                for line in [*str(exc).splitlines(), "the configuration stays as it was"]:
+                errors += str(exc).splitlines()
+                for line in [*errors, "the configuration stays as it was"]:
                     log.error("%s", line)  # noqa: TRY400  it says all
             else:
                 log.info("the configuration was read again: %s", _pool_names(new))
                 yield new
+            done.set()
 
+
+async def _serve_until_signal(config: PluginConfig, paths: Paths, read: Callable[[], PluginConfig]) -> None:
+    reload = _Reload(read)
     signals_of_interest = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     with trio.open_signal_receiver(*signals_of_interest) as signals:  # before anything says that we run
         scope = trio.CancelScope()
 
         async def serve_in_scope() -> None:
             with scope:
-                async with contextlib.aclosing(changes()) as configs:
-                    await serve(config, paths, changes=configs)
+                async with contextlib.aclosing(reload.changes()) as configs:
+                    await serve(config, paths, changes=configs, reload=reload.run)
 
         async def wait_signals() -> None:
             async for number in signals:
                 if number == signal.SIGHUP:
-                    reload.set()
+                    reload.ask()
                 else:
                     log.info("%s: ending; pods keep their devices", signal.Signals(number).name)
                     scope.cancel()
 
         await _first_of(serve_in_scope, wait_signals)
+
+
+def _command_parser(command: str, description: str) -> _Parser:
+    parser = _Parser(prog=f"afxdpd {command}", description=description, allow_abbrev=False)
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument(
+        "--uds-dir",
+        type=Path,
+        default=UDS_DIR,
+        metavar="DIR",
+        help="where the running daemon makes pods' sockets, as it was told (default: %(default)s)",
+    )
+    place.add_argument(
+        "--socket", type=Path, metavar="PATH", help=f"the daemon's status socket (default: {STATUS_NAME} in that)"
+    )
+    return parser
+
+
+def _ask(path: Path, method: str, page: str) -> Any:
+    """Asks the running daemon for a JSON page.
+
+    Raises:
+        RequestError: There is none, or it does not want to; the text says so.
+    """
+    try:
+        status, body = ask_daemon(path, method, page)
+        if status == 200:
+            return json.loads(body)
+        raise RequestError(body.decode(errors="replace").strip())
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or exc
+        raise RequestError(
+            f"no daemon answers on {path}: {why}; name another place with --uds-dir or --socket"
+        ) from exc
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(text) <= 86400:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0.1 to 86400")
+
+
+def fit(lines: list[str], height: int) -> list[str]:
+    """Leaves out what has no room in so many lines, and says so in the last one."""
+    if len(lines) <= height:
+        return lines
+    kept = max(height - 1, 0)
+    return [*lines[:kept], f"... and {_count(len(lines) - kept, 'further line')}"]
+
+
+def _status(arguments: list[str]) -> ExitCode:
+    parser = _command_parser("status", "Shows what the running daemon does: pools, devices, who has them.")
+    parser.add_argument("--json", action="store_true", help="all of it as JSON; with --watch an object a line")
+    parser.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="show it again every so many seconds (%(const)g), until interrupted",
+    )
+    options = parser.parse_args(arguments)
+    path = options.socket or options.uds_dir / STATUS_NAME
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    colour = terminal and not os.environ.get("NO_COLOR")
+    while True:
+        try:
+            status = _ask(path, "GET", "/status")
+        except RequestError as exc:
+            if options.watch is None:
+                print(f"{parser.prog}: {exc}", file=sys.stderr)
+                return ExitCode.POOLS
+            lines = [json.dumps({"error": str(exc)}) if options.json else str(exc)]
+        else:
+            indent = 2 if options.watch is None else None
+            lines = [json.dumps(status, indent=indent)] if options.json else list(status_lines(status, colour=colour))
+        text = "\n".join(lines)
+        if options.watch is not None and terminal and not options.json:
+            text = "\n".join(fit(lines, shutil.get_terminal_size().lines - 1))
+            text = f"\x1b[H\x1b[2J\x1b[?7l{text}\x1b[?7h"  # clears; and long lines are cut, not continued
+        print(text, flush=True)
+        if options.watch is None:
+            return ExitCode.NORMAL
+        time.sleep(options.watch)
+
+
+def _reload(arguments: list[str]) -> ExitCode:
+    parser = _command_parser("reload", "Has the running daemon read its configuration again, as SIGHUP does.")
+    options = parser.parse_args(arguments)
+    try:
+        errors = _ask(options.socket or options.uds_dir / STATUS_NAME, "POST", "/reload")["errors"]
+    except RequestError as exc:
+        print(f"{parser.prog}: {exc}", file=sys.stderr)
+        return ExitCode.POOLS
+    if not errors:
+        print("the configuration was read again")
+        return ExitCode.NORMAL
+    for line in [*errors, "the configuration stays as it was"]:
+        print(f"{parser.prog}: {line}", file=sys.stderr)
+    return ExitCode.CONFIGURATION
+
+
+COMMANDS: dict[str, Callable[[list[str]], ExitCode]] = {"status": _status, "reload": _reload}
+
+
+def _run_command(command: Callable[[list[str]], ExitCode], arguments: list[str]) -> ExitCode:
+    try:
+        return command(arguments)
+    except KeyboardInterrupt:
+        print()
+    except BrokenPipeError:  # nobody reads any more; else the interpreter would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.NORMAL
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -5822,6 +6749,9 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code, see ExitCode.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in COMMANDS:
+        return _run_command(COMMANDS[arguments[0]], arguments[1:])
     options = _parse_arguments(arguments)
     if options.schema:
         print(json.dumps(get_config_schema(), indent=2))
@@ -5832,6 +6762,7 @@ def main(arguments: list[str] | None = None) -> int:
         pod_resources_socket=options.pod_resources_socket or options.kubelet_dir / "pod-resources" / "kubelet.sock",
         uds_dir=options.uds_dir.absolute(),  # kubelet is told of it
         bpffs=options.bpffs.absolute(),
+        http=options.http,
     )
     try:
         if options.check:

@@ -211,7 +211,7 @@ async def test_allocate_leaves_nothing_when_it_is_refused(kernel: Kernel, short_
                 await kubelet.allocate(RESOURCE, *request)
             assert error.value.code == code, request
             assert not list(PINS.iterdir()), request
-            assert not list((short_path / "uds").rglob("*.sock"))
+            assert not list((short_path / "uds").rglob("afxdp.sock"))
         await until(lambda: set(open_fds().values()) <= set(before.values()))
         assert await kubelet.allocate(RESOURCE, ["afa0"])
 
