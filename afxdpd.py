@@ -1760,13 +1760,11 @@ class PoolRules(PoolOptions, frozen=True, kw_only=True):
             yield "", "takes nothing: needs devices, drivers or nodes"
         if values.get("mode") == "cdq" and values.get("ethtool_cmds"):
             yield "ethtoolCmds", "not in cdq mode"
-        hostnames = [
-            node.hostname.lower() if node and node.hostname else index
-            for index, node in enumerate(values.get("nodes") or ())
-        ]
-        for index, hostname in enumerate(hostnames):
-            if (first := hostnames.index(hostname)) != index:
-                yield f"nodes[{index}].hostname", f"the same as nodes[{first}].hostname: {hostname!r}"
+        first: dict[str, int] = {}
+        for index, node in enumerate(values.get("nodes") or ()):
+            hostname = node.hostname.lower() if node and node.hostname else ""
+            if hostname and (other := first.setdefault(hostname, index)) != index:
+                yield f"nodes[{index}].hostname", f"the same as nodes[{other}].hostname: {hostname!r}"
 
     def on_node(self, hostname: str) -> tuple[tuple[DeviceConfig, ...], tuple[DriverConfig, ...]]:
         """Devices and drivers that it takes on a node."""

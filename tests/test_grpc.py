@@ -1428,7 +1428,7 @@ async def test_connection_is_refused_when_all_others_have_calls(service: Service
             client.request("Watch")
             await client.flush()
         await service.until(running=32)
-        with pytest.raises(RpcError, match="^UNAVAILABLE: "):
+        with pytest.raises(RpcError, match=r"^UNAVAILABLE: "):
             await call_unix(path, f"{SERVICE}/Echo", text(), Text, timeout=10)
         assert server.connections == 32
         await clients[0].still_works()
