@@ -42,6 +42,7 @@ import os
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -5036,9 +5037,8 @@ class PoolManager(ResourceServer):
                 await detaching.wait()
             if net is None:
                 raise OSError(errno.ENODEV, "it is not in the host's network namespace and carries no program of ours")
-            device.attachment = await trio.to_thread.run_sync(
-                self.bpf_handler.attach, net.ifindex, net.queues, abandon_on_cancel=True
-            )
+            attach = functools.partial(self.bpf_handler.attach, net.ifindex, net.queues)
+            device.attachment = await _attach_in_thread(attach)
             log.info("%s: %s: prepared, %s mode", self.resource, device.name, device.attachment.xdp_mode)
         elif attachment.handed_out and (free or device.stale):
             device.attachment = await trio.to_thread.run_sync(self.bpf_handler.renew, attachment)
@@ -5494,6 +5494,31 @@ def new_pool_manager(config: PoolConfig) -> PoolManager:
     return PoolManager(config)
 
 
+async def _attach_in_thread(attach: Callable[[], Attachment]) -> Attachment:
+    """Attaches, which may take seconds; who is cancelled does not wait for it, and the thread detaches again."""
+    lock = threading.Lock()
+    wanted = True
+    made: list[Attachment] = []
+
+    def run() -> Attachment:
+        attachment = attach()
+        with lock:
+            if wanted:
+                made.append(attachment)
+        if not made:
+            attachment.close()
+        return attachment
+
+    try:
+        return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+    except trio.Cancelled:
+        with lock:
+            wanted = False
+        for attachment in made:  # in this very moment
+            attachment.close()
+        raise
+
+
 async def _close_in_thread(attachment: Attachment) -> None:
     """Closes an attachment, which may detach: the kernel takes its time for that."""
     with trio.CancelScope(shield=True):
@@ -5941,6 +5966,97 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+OUTPUT_MAX = 1 << 20
+"""Bytes of log that wait until somebody reads standard output; what is more is left out, and the log says how much."""
+OUTPUT_END = 0.25
+"""Seconds for what waits when the daemon ends."""
+
+
+class _OutputHandler(logging.Handler):
+    """Writes to standard output in a thread of its own: who does not read it holds up the log and nothing else.
+
+    The file may be shared with other programs, so that it is not for us to make it non-blocking.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._fd = stream.fileno()
+        self._encoding = stream.encoding
+        self._lines: collections.deque[bytes] = collections.deque()  # the first one is being written
+        self._size = 0
+        self._left_out = 0
+        self._ended = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write_lines, name="afxdpd-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler.emit."""
+        try:
+            line = self._line(record)
+        except Exception:  # noqa: BLE001  as logging does it
+            self.handleError(record)
+            return
+        with self._changed:
+            if self._size + len(line) > OUTPUT_MAX:
+                self._left_out += 1
+                return
+            self._tell_left_out()
+            self._append(line)
+
+    def flush(self) -> None:
+        """Waits for a while until everything is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lines, OUTPUT_END)
+
+    def close(self) -> None:
+        """See logging.Handler.close; the file stays open."""
+        self.flush()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        super().close()
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode(self._encoding, errors="backslashreplace")
+
+    def _append(self, line: bytes) -> None:
+        self._lines.append(line)
+        self._size += len(line)
+        self._changed.notify_all()
+
+    def _tell_left_out(self) -> None:
+        if self._left_out:
+            text = f"{self._left_out} lines are left out here: nobody has read the log"
+            self._left_out = 0
+            self._append(self._line(logging.LogRecord(log.name, logging.WARNING, "", 0, text, None, None)))
+
+    def _write_lines(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._ended)
+                if not self._lines:
+                    return
+                line = self._lines[0]
+            self._write(line)
+            with self._changed:
+                self._size -= len(self._lines.popleft())
+                if not self._lines:
+                    self._tell_left_out()
+                self._changed.notify_all()
+
+    def _write(self, line: bytes) -> None:
+        """Writes a line, as soon as it can be; where it never can, it is left out."""
+        while line:
+            try:
+                line = line[os.write(self._fd, line) :]
+            except BlockingIOError:  # somebody else has made it non-blocking
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except OSError:
+                return
+
+
 class _LogFile(logging.handlers.WatchedFileHandler):
     """A log file that somebody may rotate, and that everybody may read."""
 
@@ -5979,7 +6095,11 @@ def _set_up_logging(options: argparse.Namespace, config: PluginConfig | None = N
     Raises:
         LogFileError: It cannot be written; logging is then as it was.
     """
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    handlers: list[logging.Handler] = [each for each in logging.root.handlers if isinstance(each, _OutputHandler)]
+    if not handlers and not options.check:  # what a check prints has its place among what it logs
+        with contextlib.suppress(AttributeError, OSError):  # there is no standard output, or it is no file
+            handlers = [_OutputHandler(sys.stdout)]
+    handlers = handlers or [logging.StreamHandler(sys.stdout)]
     if config is not None and config.log_file:
         path = options.log_dir / config.log_file
         try:
@@ -5990,6 +6110,7 @@ def _set_up_logging(options: argparse.Namespace, config: PluginConfig | None = N
     formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
     for handler in handlers:
         handler.setFormatter(_JsonFormatter() if options.log_format == "json" else formatter)
+    logging.root.handlers = [each for each in logging.root.handlers if each not in handlers]  # they stay open
     logging.basicConfig(handlers=handlers, force=True)
     log.setLevel((options.log_level or (config.log_level if config is not None else "info")).upper())
 
@@ -6082,6 +6203,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _exit_code(exc: Exception) -> ExitCode:
     """Says in a line for each error why the daemon ends, and with which code."""
+    for handler in logging.root.handlers:
+        handler.flush()  # before what is printed
     error = _only_error(exc)
     match error:
         case ConfigError(errors=errors):
