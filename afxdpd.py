@@ -45,6 +45,7 @@ import os
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -87,6 +88,7 @@ from typing import (
 import anyio
 import h2.events
 import h2.exceptions
+import hpack
 import inotify_simple
 import msgspec
 import trio
@@ -95,8 +97,14 @@ from purerpc.grpc_proto import GRPCProtoSocket, GRPCProtoStream
 from purerpc.grpc_socket import SocketWrapper
 from purerpc.grpclib.config import GRPCConfiguration
 from purerpc.grpclib.connection import GRPCConnection
-from purerpc.grpclib.events import RequestEnded, RequestReceived, ResponseEnded, WindowUpdated
-from purerpc.grpclib.exceptions import GRPCError, MessageTooLargeError, RpcFailedError
+from purerpc.grpclib.events import MessageReceived, RequestEnded, RequestReceived, ResponseEnded, WindowUpdated
+from purerpc.grpclib.exceptions import (
+    GRPCError,
+    MessageTooLargeError,
+    ProtocolError,
+    RpcFailedError,
+    UnsupportedMessageEncodingError,
+)
 from purerpc.grpclib.status import Status, StatusCode
 from purerpc.wrappers import extract_message_from_singleton_stream, send_single_message_client
 
@@ -148,6 +156,8 @@ HOOK_TIMEOUT = 10.0
 """Seconds for the short calls of the device plugin API."""
 LIST_TIMEOUT = 5.0
 """Seconds for one List of the pod resources API."""
+LIST_MAX = 16 << 20
+"""Bytes in its answer; kubelet's own client takes no more either."""
 
 log = logging.getLogger("afxdpd")
 
@@ -1759,13 +1769,11 @@ class PoolRules(PoolOptions, frozen=True, kw_only=True):
             yield "", "takes nothing: needs devices, drivers or nodes"
         if values.get("mode") == "cdq" and values.get("ethtool_cmds"):
             yield "ethtoolCmds", "not in cdq mode"
-        hostnames = [
-            node.hostname.lower() if node and node.hostname else index
-            for index, node in enumerate(values.get("nodes") or ())
-        ]
-        for index, hostname in enumerate(hostnames):
-            if (first := hostnames.index(hostname)) != index:
-                yield f"nodes[{index}].hostname", f"the same as nodes[{first}].hostname: {hostname!r}"
+        first: dict[str, int] = {}
+        for index, node in enumerate(values.get("nodes") or ()):
+            hostname = node.hostname.lower() if node and node.hostname else ""
+            if hostname and (other := first.setdefault(hostname, index)) != index:
+                yield f"nodes[{index}].hostname", f"the same as nodes[{other}].hostname: {hostname!r}"
 
     def on_node(self, hostname: str) -> tuple[tuple[DeviceConfig, ...], tuple[DriverConfig, ...]]:
         """Devices and drivers that it takes on a node."""
@@ -2271,7 +2279,8 @@ def _is_int(text: str) -> bool:
 # gRPC
 #
 # purerpc has HTTP/2 and gRPC framing; what it lacks on Unix sockets is added here by subclassing: calls end when the
-# peer resets them or goes away, deadlines hold on both sides, our exceptions become statuses, memory is given back.
+# peer resets them or goes away, deadlines hold on both sides, our exceptions become statuses, memory is given back, and
+# what a peer can make us keep or compute is bounded.
 # This section knows messages and methods and nothing of what they mean.
 # ======================================================================================================================
 
@@ -2279,6 +2288,23 @@ GRPC_MESSAGE_MAX = 4 << 20
 """Bytes in one message; grpc-go takes no more either."""
 GRPC_CALLS_MAX = 100
 """Calls at the same time on one connection."""
+GRPC_CONNECTIONS_MAX = 32
+"""Connections to one server. A further one takes the place of the one that has been longest without a call; where each
+has a call, as kubelet's always does, the further one is closed."""
+FRAME_MAX = 1 << 14
+"""Bytes in a frame, either way: the least that HTTP/2 allows, since frames are kept whole; purerpc takes 16 MiB."""
+HEADERS_MAX = 1 << 13
+"""Bytes in the headers of a call, packed, and unpacked by HTTP/2's count, which adds 32 to each. A number in them takes
+hpack a time that grows with the square of its length: this much 5 ms, a quarter of a MiB 4 s."""
+UNFINISHED_FACTOR = 4
+"""How many of the largest messages a peer may send on one connection before their calls take them: its window."""
+UNSENT_MAX = 1 << 20
+"""Bytes that wait until a peer reads. Answers wait for room; a peer that has twice as much made without reading,
+of answers to PING for instance, loses its connection."""
+SETTINGS_MAX = 64
+"""Kinds of settings that are kept for a peer; HTTP/2 has six."""
+CLOSED_MAX = 1000
+"""Ended calls of a connection of which it is still known how they have ended."""
 
 M = TypeVar("M", bound=Message)
 
@@ -2330,11 +2356,137 @@ class _SocketWrapper(SocketWrapper):  # type: ignore[misc]  # purerpc has no typ
     def _set_socket_options(_: object) -> None:
         """Leaves out purerpc's TCP options."""
 
+    def wake(self) -> None:
+        """Has sent what is queued."""
+        self._flush_event.set()
+
+    async def flush(self) -> None:
+        """The same, and waits until there is room for more."""
+        self.wake()
+        while self._grpc_connection.unsent > UNSENT_MAX:
+            await self._grpc_connection.room.wait()
+
+
+class _Decoder(hpack.Decoder):  # type: ignore[misc]  # hpack has no types
+    """hpack's decoder of headers, for short ones."""
+
+    def decode(self, data: bytes, raw: bool = False) -> Any:
+        if len(data) > HEADERS_MAX:
+            raise hpack.OversizedHeaderListError(f"{len(data)} bytes of headers")
+        return super().decode(data, raw)
+
+
+class _Messages:
+    """The messages of a call, put together from the pieces in which they arrive.
+
+    purerpc's own inflates a message before it measures it, and keeps each piece, however small, as it is.
+    """
+
+    def __init__(self, message_max: int) -> None:
+        self._message_max = message_max
+        self._data = bytearray()
+        self._length = 0  # as flow control counts it
+
+    def data_received(self, data: bytes, flow_controlled_length: int) -> None:
+        """Takes a piece."""
+        self._data += data
+        self._length += flow_controlled_length
+
+    def read_all_complete_messages_flowcontrol(self) -> Iterator[tuple[bytes | None, int]]:
+        """Yields the messages that are complete, None for a compressed one, and their lengths for flow control.
+
+        Raises:
+            MessageTooLargeError: One that has begun is too large.
+        """
+        while len(self._data) >= 5:
+            compressed, size = struct.unpack_from(">BI", self._data)
+            if size > self._message_max:
+                raise MessageTooLargeError(f"a message of {size} bytes, {self._message_max} are allowed")
+            if len(self._data) < 5 + size:
+                return
+            message = bytes(self._data[5 : 5 + size])
+            del self._data[: 5 + size]
+            length, self._length = self._length - len(self._data), len(self._data)
+            yield None if compressed else message, length
+
 
 class _Connection(GRPCConnection):  # type: ignore[misc]
-    """purerpc's state of an HTTP/2 connection, with what it drops made known."""
+    """purerpc's state of an HTTP/2 connection, with bounds, and with what it drops made known.
+
+    Attributes:
+        room: Set when what was queued is on its way.
+    """
 
     MAX_CONCURRENT_STREAMS = GRPC_CALLS_MAX
+    MAX_INBOUND_FRAME_SIZE = FRAME_MAX
+    MAX_HEADER_LIST_SIZE = HEADERS_MAX
+
+    def __init__(self, config: GRPCConfiguration, message_max: int) -> None:
+        super().__init__(config)
+        self._message_max = message_max
+        self._unread: collections.Counter[int] = collections.Counter()  # stream id → bytes that nobody has taken
+        self.room = trio.Event()
+        self.h2_connection.decoder = _Decoder(HEADERS_MAX)
+        self.h2_connection._closed_streams._size_limit = CLOSED_MAX
+
+    def initiate_connection(self) -> None:
+        self.h2_connection.initiate_connection()
+        window = UNFINISHED_FACTOR * self.config.max_message_length
+        self.h2_connection.increment_flow_control_window(window - self.h2_connection.inbound_flow_control_window)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that are queued."""
+        return len(self.h2_connection._data_to_send)
+
+    def data_to_send(self, amount: int | None = None) -> bytes:
+        room, self.room = self.room, trio.Event()
+        room.set()
+        return bytes(super().data_to_send(amount))
+
+    def flow_control_window(self, stream_id: int) -> int:
+        return min(int(super().flow_control_window(stream_id)), FRAME_MAX)
+
+    def receive_data(self, data: bytes) -> list[Any]:
+        """Takes what has arrived and returns what it means.
+
+        Raises:
+            Exception: Of many types: the connection is of no more use.
+        """
+        events = list(super().receive_data(data))
+        begun = self.h2_connection.incoming_buffer.data  # of a frame; h2 looks at its size when it is complete
+        if len(begun) >= 3 and int.from_bytes(begun[:3]) > FRAME_MAX:
+            raise ProtocolError("a frame that is too large")
+        if len(self.h2_connection.remote_settings) > SETTINGS_MAX:
+            raise ProtocolError("too many settings")
+        if self.unsent > 2 * UNSENT_MAX:
+            raise ProtocolError("the peer does not read")
+        encoder = self.h2_connection.encoder
+        if encoder.header_table_size > 4096:  # it need not be as large as the peer allows
+            encoder.header_table_size = 4096
+        return events
+
+    def acknowledge_received_data(self, stream_id: int, flow_controlled_length: int) -> None:
+        self._unread[stream_id] -= flow_controlled_length
+        super().acknowledge_received_data(stream_id, flow_controlled_length)
+
+    def forget(self, stream_id: int) -> None:
+        """Gives back what is kept for a call that has ended, and its part of the connection's window."""
+        self.message_read_buffers.pop(stream_id, None)
+        unread = self._unread.pop(stream_id, 0)
+        if unread > 0:
+            self.h2_connection.acknowledge_received_data(unread, stream_id)
+
+    def _request_received(self, event: Any) -> list[Any]:
+        events = list(super()._request_received(event))
+        self.message_read_buffers[event.stream_id] = _Messages(self._message_max)
+        return events
+
+    def _response_received(self, event: Any) -> list[Any]:
+        events = list(super()._response_received(event))
+        if event.stream_id in self.message_read_buffers:
+            self.message_read_buffers[event.stream_id] = _Messages(self._message_max)
+        return events
 
     def _stream_reset(self, event: Any) -> list[Any]:
         self.message_read_buffers.pop(event.stream_id, None)
@@ -2342,6 +2494,7 @@ class _Connection(GRPCConnection):  # type: ignore[misc]
 
     def _data_received(self, event: Any) -> list[Any]:
         if event.stream_id in self.message_read_buffers:
+            self._unread[event.stream_id] += event.flow_controlled_length
             return list(super()._data_received(event))
         # The rest of a call that has ended here: it only has to count for the connection's window.
         self.h2_connection.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
@@ -2360,6 +2513,7 @@ class _Call(GRPCProtoStream):  # type: ignore[misc]
         super().__init__(*args)
         self.scope = trio.CancelScope()
         self.ended = False
+        self._messages = 0
 
     def take(self, event: Any) -> None:
         """Takes over what has arrived for this call."""
@@ -2367,16 +2521,36 @@ class _Call(GRPCProtoStream):  # type: ignore[misc]
             self.end()
             self.scope.cancel()
             return
+        if isinstance(event, MessageReceived):
+            self._messages += 1
+            if self._messages > 2:  # the second is one too many already
+                self._grpc_connection.acknowledge_received_data(self._stream_id, event.flow_controlled_length)
+                return
         self._incoming_events[0].send_nowait(event)
         if isinstance(event, RequestEnded | ResponseEnded):
             self._close_remote()
+
+    async def receive_event(self) -> Any:
+        """Waits for the next thing that has arrived.
+
+        Raises:
+            UnsupportedMessageEncodingError: It is a compressed message.
+            DecodeError: It is a message of another type.
+        """
+        event = await self._receive()
+        if isinstance(event, MessageReceived):
+            if event.data is None:
+                raise UnsupportedMessageEncodingError("messages must not be compressed")
+            event.data = self._incoming_message_type.FromString(event.data)
+        return event
 
     def end(self) -> None:
         """No more events: whoever waits for one gets EndOfStream; nothing is kept."""
         self.ended = True
         self._incoming_events[0].close()
         self._grpc_socket._streams.pop(self._stream_id, None)
-        self._grpc_connection.message_read_buffers.pop(self._stream_id, None)
+        self._grpc_connection.forget(self._stream_id)
+        self._socket.wake()
 
     def release(self) -> None:
         """Ends the call and gives back its memory; nobody may wait for its events any more."""
@@ -2389,12 +2563,12 @@ class _GrpcSocket(GRPCProtoSocket):  # type: ignore[misc]
 
     StreamClass = _Call
 
-    def __init__(self, stream: trio.abc.Stream, *, client_side: bool) -> None:
+    def __init__(self, stream: trio.abc.Stream, *, client_side: bool, message_max: int = GRPC_MESSAGE_MAX) -> None:
         contextlib.AsyncExitStack.__init__(self)
-        config = GRPCConfiguration(client_side=client_side, max_message_length=GRPC_MESSAGE_MAX)
-        self._grpc_connection = _Connection(config)
+        config = GRPCConfiguration(client_side=client_side, max_message_length=max(GRPC_MESSAGE_MAX, message_max))
+        self._grpc_connection = _Connection(config, message_max)
         self._socket = _SocketWrapper(self._grpc_connection, _Transport(stream))
-        self._receive_buffer_size = 1 << 16
+        self._receive_buffer_size = 1 << 14  # so much is looked at before others get their turn
         self._streams: dict[int, _Call] = {}
 
     async def _listen(self) -> AsyncGenerator[_Call, None]:
@@ -2408,7 +2582,7 @@ class _GrpcSocket(GRPCProtoSocket):  # type: ignore[misc]
             except (anyio.EndOfStream, anyio.BrokenResourceError):
                 return
             events = self._grpc_connection.receive_data(data)
-            await self._socket.flush()
+            self._socket.wake()
             for event in events:
                 if isinstance(event, RequestReceived):
                     call = self._allocate_stream(event.stream_id)
@@ -2422,7 +2596,10 @@ class _GrpcSocket(GRPCProtoSocket):  # type: ignore[misc]
                     self._streams[event.stream_id].take(event)
 
     async def _reader_thread(self) -> None:
-        await super()._reader_thread()
+        async with contextlib.aclosing(self._listen()) as calls:
+            async for call in calls:
+                call.release()
+                raise ProtocolError("a request from a server")
         for call in list(self._streams.values()):  # the peer has gone: no answer will come
             call.end()
 
@@ -2437,6 +2614,7 @@ class GrpcServer:
     def __init__(self, services: Services) -> None:
         self._services = services
         self.connections = 0
+        self._idle: dict[trio.CancelScope, None] = {}  # connections without a call, the one that is so longest first
         self._changed = trio.Event()
 
     async def serve_unix(
@@ -2449,26 +2627,47 @@ class GrpcServer:
 
         Resource handling: The listener is closed at the end, and with it every connection.
 
-        Error handling: What a peer does can end its own connection and no other.
+        Error handling: What a peer does can end its own connection, and idle ones where there are too many.
         """
         async with listener, trio.open_nursery() as nursery:
             task_status.started()
             while True:
                 try:
-                    nursery.start_soon(self.serve_connection, await listener.accept())
+                    stream = await listener.accept()
+                    if await self._room():
+                        await nursery.start(self.serve_connection, stream)
+                    else:
+                        await stream.aclose()
+                        log.debug("gRPC: connection refused: %d are open, each with a call", GRPC_CONNECTIONS_MAX)
                 except OSError as exc:
                     if exc.errno not in OUT_OF_RESOURCES:
                         raise
                     log.warning("gRPC: cannot accept connections: %s", exc.strerror)
                     await trio.sleep(1)
 
-    async def serve_connection(self, stream: trio.abc.Stream) -> None:
+    async def _room(self) -> bool:
+        """Makes room for a connection, at the cost of one that has no call; returns whether there is."""
+        while self.connections >= GRPC_CONNECTIONS_MAX:
+            if not self._idle:
+                return False
+            next(iter(self._idle)).cancel()
+            await self._changed.wait()
+        return True
+
+    async def serve_connection(
+        self, stream: trio.abc.Stream, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
         """Serves one connection until the peer closes it, and closes the stream."""
         self.connections += 1
+        scope = trio.CancelScope()
+        self._idle[scope] = None
+        task_status.started()
         try:
             async with stream:
-                await self._serve_connection(stream)
+                with scope:
+                    await self._serve_connection(stream, scope)
         finally:
+            self._idle.pop(scope, None)
             self.connections -= 1
             changed, self._changed = self._changed, trio.Event()
             changed.set()
@@ -2478,12 +2677,22 @@ class GrpcServer:
         while self.connections:
             await self._changed.wait()
 
-    async def _serve_connection(self, stream: trio.abc.Stream) -> None:
+    async def _serve_connection(self, stream: trio.abc.Stream, scope: trio.CancelScope) -> None:
         try:
             async with trio.open_nursery() as nursery, _GrpcSocket(stream, client_side=False) as grpc_socket:
-                async with contextlib.aclosing(grpc_socket.listen()) as calls:
+
+                async def serve_call(call: _Call) -> None:
+                    await self._serve_call(call)
+                    if len(nursery.child_tasks) == 1:  # this one
+                        self._idle[scope] = None
+
+                async with contextlib.aclosing(grpc_socket._listen()) as calls:
                     async for call in calls:
-                        nursery.start_soon(self._serve_call, call)
+                        if len(nursery.child_tasks) >= 2 * GRPC_CALLS_MAX:  # ended, but not for us
+                            call.release()
+                            raise ProtocolError("too many calls")  # noqa: TRY301  handled as what h2 raises
+                        self._idle.pop(scope, None)
+                        nursery.start_soon(serve_call, call)
                 nursery.cancel_scope.cancel()  # the peer is gone: nobody waits for what is still done and sent for it
         # Whatever purerpc and h2 make of what a peer sends, in groups and in many types: it ends this connection.
         except* Exception as group:  # noqa: BLE001
@@ -2550,6 +2759,8 @@ def _status_of(exc: BaseException, method: str) -> Status:
         case MessageTooLargeError():  # ours: what a peer sends is measured before there is a call
             log.warning("%s: the answer is too large: %s", method, exc)
             return Status(StatusCode.RESOURCE_EXHAUSTED, f"{method}: the answer is too large")
+        case UnsupportedMessageEncodingError():
+            return Status(StatusCode.UNIMPLEMENTED, f"{method}: {exc}")
         case DecodeError() | GRPCError() | anyio.EndOfStream():
             return Status(StatusCode.INVALID_ARGUMENT, f"{method}: not one well-formed message")
     log.error("%s failed, which is a bug", method, exc_info=exc)
@@ -2613,7 +2824,15 @@ def refuse_busy(path: Path) -> None:
     raise EndpointBusyError(f"{path}: another process serves this; end it first")
 
 
-async def call_unix(path: Path, method: str, request: Message, reply_type: type[M], *, timeout: float) -> M:
+async def call_unix(
+    path: Path,
+    method: str,
+    request: Message,
+    reply_type: type[M],
+    *,
+    timeout: float,
+    reply_max: int = GRPC_MESSAGE_MAX,
+) -> M:
     """Makes one call on a connection of its own to a gRPC server on a Unix socket.
 
     Args:
@@ -2622,14 +2841,16 @@ async def call_unix(path: Path, method: str, request: Message, reply_type: type[
         request: The message to send.
         reply_type: The type of the one that is expected.
         timeout: Seconds for all of it.
+        reply_max: Bytes in the reply.
 
     Raises:
-        RpcError: The server's status, UNAVAILABLE where there is none or it went away, DEADLINE_EXCEEDED.
+        RpcError: The server's status, UNAVAILABLE where there is none or it went away, DEADLINE_EXCEEDED,
+            RESOURCE_EXHAUSTED where the reply is too large.
     """
     try:
         with trio.fail_after(timeout):
             stream = await trio.open_unix_socket(os.fspath(path))
-            outcome = await _call_once(stream, method, request, reply_type, timeout)
+            outcome = await _call_once(stream, method, request, reply_type, timeout, reply_max)
     except trio.TooSlowError as exc:
         raise RpcError("DEADLINE_EXCEEDED", f"{path}: no answer to {method} within {timeout:g} s") from exc
     except OSError as exc:
@@ -2640,12 +2861,17 @@ async def call_unix(path: Path, method: str, request: Message, reply_type: type[
 
 
 async def _call_once(
-    stream: trio.abc.Stream, method: str, request: Message, reply_type: type[M], timeout: float
+    stream: trio.abc.Stream,
+    method: str,
+    request: Message,
+    reply_type: type[M],
+    timeout: float,
+    reply_max: int = GRPC_MESSAGE_MAX,
 ) -> M | RpcError:
     service, _, name = method.partition("/")
     outcome: M | RpcError = RpcError("UNAVAILABLE", f"the server closed the connection before it answered {method}")
     try:
-        async with stream, _GrpcSocket(stream, client_side=True) as grpc_socket:
+        async with stream, _GrpcSocket(stream, client_side=True, message_max=reply_max) as grpc_socket:
             deadline = datetime.timedelta(seconds=timeout)
             kind = request.DESCRIPTOR.full_name
             call = await grpc_socket.start_request("http", service, name, kind, "localhost", deadline)
@@ -2659,6 +2885,10 @@ async def _call_once(
                 pass
             finally:
                 call.release()
+    except* MessageTooLargeError as group:
+        outcome = RpcError("RESOURCE_EXHAUSTED", f"{method}: {_only_error(group)}")
+    except* UnsupportedMessageEncodingError as group:
+        outcome = RpcError("INTERNAL", f"{method}: {_only_error(group)}")
     except* Exception as group:  # noqa: BLE001  whatever purerpc and h2 make of what the server sends
         if isinstance(outcome, RpcError):
             log.debug("gRPC: %s: %r", method, _only_error(group))
@@ -3647,6 +3877,7 @@ class PodResources:
                 podresources.ListPodResourcesRequest(),
                 podresources.ListPodResourcesResponse,
                 timeout=LIST_TIMEOUT,
+                reply_max=LIST_MAX,
             )
         except RpcError as exc:
             trouble = f"pod resources: {exc}"
@@ -4904,9 +5135,8 @@ class PoolManager(ResourceServer):
             if net is None:
                 raise OSError(errno.ENODEV, "it is not in the host's network namespace and carries no program of ours")
             with self._count_errors():
-                device.attachment = await trio.to_thread.run_sync(
-                    self.bpf_handler.attach, net.ifindex, net.queues, abandon_on_cancel=True
-                )
+                attach = functools.partial(self.bpf_handler.attach, net.ifindex, net.queues)
+                device.attachment = await _attach_in_thread(attach)
             log.info("%s: %s: prepared, %s mode", self.resource, device.name, device.attachment.xdp_mode)
         elif attachment.handed_out and (free or device.stale):
             with self._count_errors():
@@ -5376,6 +5606,31 @@ class PoolManager(ResourceServer):
 def new_pool_manager(config: PoolConfig) -> PoolManager:
     """A pool in the usual places; see PoolManager."""
     return PoolManager(config)
+
+
+async def _attach_in_thread(attach: Callable[[], Attachment]) -> Attachment:
+    """Attaches, which may take seconds; who is cancelled does not wait for it, and the thread detaches again."""
+    lock = threading.Lock()
+    wanted = True
+    made: list[Attachment] = []
+
+    def run() -> Attachment:
+        attachment = attach()
+        with lock:
+            if wanted:
+                made.append(attachment)
+        if not made:
+            attachment.close()
+        return attachment
+
+    try:
+        return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+    except trio.Cancelled:
+        with lock:
+            wanted = False
+        for attachment in made:  # in this very moment
+            attachment.close()
+        raise
 
 
 async def _close_in_thread(attachment: Attachment) -> None:
@@ -6501,6 +6756,97 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+OUTPUT_MAX = 1 << 20
+"""Bytes of log that wait until somebody reads standard output; what is more is left out, and the log says how much."""
+OUTPUT_END = 0.25
+"""Seconds for what waits when the daemon ends."""
+
+
+class _OutputHandler(logging.Handler):
+    """Writes to standard output in a thread of its own: who does not read it holds up the log and nothing else.
+
+    The file may be shared with other programs, so that it is not for us to make it non-blocking.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self._fd = stream.fileno()
+        self._encoding = stream.encoding
+        self._lines: collections.deque[bytes] = collections.deque()  # the first one is being written
+        self._size = 0
+        self._left_out = 0
+        self._ended = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write_lines, name="afxdpd-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler.emit."""
+        try:
+            line = self._line(record)
+        except Exception:  # noqa: BLE001  as logging does it
+            self.handleError(record)
+            return
+        with self._changed:
+            if self._size + len(line) > OUTPUT_MAX:
+                self._left_out += 1
+                return
+            self._tell_left_out()
+            self._append(line)
+
+    def flush(self) -> None:
+        """Waits for a while until everything is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._lines, OUTPUT_END)
+
+    def close(self) -> None:
+        """See logging.Handler.close; the file stays open."""
+        self.flush()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        super().close()
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        return f"{self.format(record)}\n".encode(self._encoding, errors="backslashreplace")
+
+    def _append(self, line: bytes) -> None:
+        self._lines.append(line)
+        self._size += len(line)
+        self._changed.notify_all()
+
+    def _tell_left_out(self) -> None:
+        if self._left_out:
+            text = f"{self._left_out} lines are left out here: nobody has read the log"
+            self._left_out = 0
+            self._append(self._line(logging.LogRecord(log.name, logging.WARNING, "", 0, text, None, None)))
+
+    def _write_lines(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._ended)
+                if not self._lines:
+                    return
+                line = self._lines[0]
+            self._write(line)
+            with self._changed:
+                self._size -= len(self._lines.popleft())
+                if not self._lines:
+                    self._tell_left_out()
+                self._changed.notify_all()
+
+    def _write(self, line: bytes) -> None:
+        """Writes a line, as soon as it can be; where it never can, it is left out."""
+        while line:
+            try:
+                line = line[os.write(self._fd, line) :]
+            except BlockingIOError:  # somebody else has made it non-blocking
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except OSError:
+                return
+
+
 class _LogFile(logging.handlers.WatchedFileHandler):
     """A log file that somebody may rotate, and that everybody may read."""
 
@@ -6539,7 +6885,11 @@ def _set_up_logging(options: argparse.Namespace, config: PluginConfig | None = N
     Raises:
         LogFileError: It cannot be written; logging is then as it was.
     """
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    handlers: list[logging.Handler] = [each for each in logging.root.handlers if isinstance(each, _OutputHandler)]
+    if not handlers and not options.check:  # what a check prints has its place among what it logs
+        with contextlib.suppress(AttributeError, OSError):  # there is no standard output, or it is no file
+            handlers = [_OutputHandler(sys.stdout)]
+    handlers = handlers or [logging.StreamHandler(sys.stdout)]
     if config is not None and config.log_file:
         path = options.log_dir / config.log_file
         try:
@@ -6550,6 +6900,7 @@ def _set_up_logging(options: argparse.Namespace, config: PluginConfig | None = N
     formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s")
     for handler in handlers:
         handler.setFormatter(_JsonFormatter() if options.log_format == "json" else formatter)
+    logging.root.handlers = [each for each in logging.root.handlers if each not in handlers]  # they stay open
     logging.basicConfig(handlers=handlers, force=True)
     log.setLevel((options.log_level or (config.log_level if config is not None else "info")).upper())
 
@@ -6783,6 +7134,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _exit_code(exc: Exception) -> ExitCode:
     """Says in a line for each error why the daemon ends, and with which code."""
+    for handler in logging.root.handlers:
+        handler.flush()  # before what is printed
     error = _only_error(exc)
     match error:
         case ConfigError(errors=errors):
