@@ -34,6 +34,10 @@ say "lint"
 ruff check .
 say "types"
 mypy
+say "one file"
+if [ $# = 0 ] || [ ! -e dist/afxdpd ]; then
+    sh examples/build_single_file.sh
+fi
 say "tests"
 pytest "$@"
 if [ "$(id -u)" = 0 ] && [ $# = 0 ]; then

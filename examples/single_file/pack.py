@@ -391,7 +391,7 @@ class Linker:
     def stripped(self, file: Path) -> bytes:
         """The content of a program or library without what only debuggers read."""
         copy = self._scratch / "stripped"
-        run("strip", "--strip-unneeded", "-o", copy, file)
+        run("strip", "--strip-unneeded", "--remove-section=.note.gnu.build-id", "-o", copy, file)
         return copy.read_bytes()
 
 
