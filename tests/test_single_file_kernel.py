@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import REQUIRE_KERNEL, Kernel
 from kubelet import pod, running_kubelet
-from support import ROOT, RESOURCE, Pod, PodApp, get_map_id, in_thread, make_veth, send_packets, xdp_prog_id
+from support import RESOURCE, ROOT, Pod, PodApp, get_map_id, in_thread, make_veth, send_packets, xdp_prog_id
 
 import afxdpd
 

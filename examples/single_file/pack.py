@@ -1,8 +1,8 @@
 """Makes one static executable of afxdpd as it is installed in the environment of the Python that runs this.
 
-`sh examples/build_single_file.sh` prepares the environment and runs it. What goes in is found, not listed: beginning with
-afxdpd, the modules that are imported anywhere in the source text of what is in already, also inside functions, and those
-whose names the extension modules contain; then the libraries that ldd(1) finds. How it starts: see launcher.c.
+`sh examples/build_single_file.sh` prepares the environment and runs it. What goes in is found, not listed: beginning
+with afxdpd, the modules that are imported anywhere in the source text of what is in already, also inside functions, and
+those whose names the extension modules contain; then the libraries that ldd(1) finds. How it starts: see launcher.c.
 """
 
 from __future__ import annotations
@@ -202,7 +202,9 @@ class Scan:
             if self._add(f"{package}.{alias.name}") or package not in LAZY:
                 continue
             for other in ast.walk(ast.parse(self.modules[package].source or b"")):
-                if isinstance(other, ast.ImportFrom) and alias.name in [name.asname or name.name for name in other.names]:
+                if isinstance(other, ast.ImportFrom) and alias.name in [
+                    name.asname or name.name for name in other.names
+                ]:
                     origin = self._absolute(self.modules[package], "." * other.level + (other.module or ""))
                     self.lazy[package][alias.name] = origin
                     self._from(origin, other)
@@ -249,18 +251,18 @@ class Scan:
 class WithoutDocstrings(ast.NodeTransformer):
     """Takes the docstrings out, but for those of decorated classes: dataclass() would make one where there is none."""
 
-    def _strip(self, node: Any) -> Any:
-        self.generic_visit(node)
-        first = node.body[0] if node.body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            if not getattr(node, "decorator_list", []) or not isinstance(node, ast.ClassDef):
-                node.body[0:1] = [] if len(node.body) > 1 else [ast.copy_location(ast.Pass(), first)]
+    def generic_visit(self, node: Any) -> Any:
+        """See ast.NodeTransformer.generic_visit."""
+        super().generic_visit(node)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.body:
+            decorated = isinstance(node, ast.ClassDef) and node.decorator_list
+            match node.body[0]:
+                case ast.Expr(value=ast.Constant(value=str())) as docstring if not decorated:
+                    node.body[0:1] = [] if len(node.body) > 1 else [ast.copy_location(ast.Pass(), docstring)]
         return node
 
-    visit_Module = visit_ClassDef = visit_FunctionDef = visit_AsyncFunctionDef = _strip
 
-
-HOLLOW_SOURCE = '''
+HOLLOW_SOURCE = """
 class _Absent(Exception):
     def __init__(self, *_, **__):
         raise NotImplementedError("the single file has no {name}")
@@ -270,9 +272,9 @@ def __getattr__(name):
         raise AttributeError(name)
     value = globals()[name] = type(name, (_Absent,), {{}})
     return value
-'''
+"""
 
-LAZY_SOURCE = '''
+LAZY_SOURCE = """
 _ORIGINS = {origins!r}
 
 def __getattr__(name):
@@ -280,7 +282,7 @@ def __getattr__(name):
         raise AttributeError(f"the single file has no {name}.{{name}}")
     import importlib
     return getattr(importlib.import_module(_ORIGINS[name]), name)
-'''
+"""
 
 BOOT_SOURCE = '''
 import sys
@@ -457,7 +459,9 @@ def make_executable(launcher: bytes, files: Sequence[tuple[str, bytes]]) -> byte
 def pack(launcher: Path, scratch: Path) -> tuple[bytes, list[str]]:
     """Makes the executable; returns it, and lines that say what is in it."""
     linker = Linker(scratch)
-    probe = linker.link("-DFIRST_FD=0", "-DKEPT_FD=0", "-DLAST_FD=0", f"-Wl,-rpath,{sysconfig.get_config_var('LIBDIR')}")
+    probe = linker.link(
+        "-DFIRST_FD=0", "-DKEPT_FD=0", "-DLAST_FD=0", f"-Wl,-rpath,{sysconfig.get_config_var('LIBDIR')}"
+    )
     scan = Scan("afxdpd", "encodings.utf_8", "encodings.idna", "encodings.latin_1", "encodings.ascii")
     extensions = {name: module.file for name, module in sorted(scan.modules.items()) if module.source is None}
     dynamic_linker, libraries = closure(probe, *extensions.values())
