@@ -13,6 +13,9 @@ checkout=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 
 find_python
 install_missing ip:iproute2 ethtool:ethtool unshare:util-linux nsenter:util-linux setpriv:util-linux
+if [ "$(id -u)" = 0 ]; then
+    install_missing skopeo:skopeo umoci:umoci # who else runs the tests does without them
+fi
 cd "$checkout"
 venv=$checkout/.venv-test
 make_venv "$venv"
@@ -23,6 +26,11 @@ pip_quietly "$venv" wheel --no-deps --wheel-dir "$scratch/wheels" .
 wheel=$(echo "$scratch"/wheels/*.whl)
 pip_quietly "$venv" install "$wheel[dev]"
 pip_quietly "$venv" install --no-deps --force-reinstall "$wheel"
+
+if [ "$(id -u)" = 0 ] && { [ $# = 0 ] || [ ! -e dist/afxdpd ]; }; then
+    say "one file"
+    sh examples/build_single_file.sh
+fi
 
 PATH=$venv/bin:$PATH
 export PATH
