@@ -48,6 +48,10 @@ class MeasureError(Exception):
     """Something cannot be measured; the text says why."""
 
 
+class LacksError(MeasureError):
+    """A plugin does not do what would be measured: that is no failure, unless it is ours."""
+
+
 def enter(environment: str, *fds: int) -> int:
     """Runs this program again in namespaces of its own, with `environment` set, and returns its exit status.
 
@@ -398,7 +402,7 @@ class _Conversation:
             self.sock.send(f"/connect, {hostname}".encode())
         except OSError as exc:
             self.sock.close()
-            raise MeasureError(f"{device}: no handshake: {exc.strerror}") from exc
+            raise LacksError(f"its socket does not take this connection: {exc.strerror}") from exc
         self.sock.setblocking(False)
         self._connect = 0.0
         self.result: Handshake | None = None
@@ -452,3 +456,38 @@ def handshakes(pods: Sequence[tuple[str, str, str]], *, at_once: int = 1) -> lis
                     conversation.sock.close()
         done += [conversation.result for conversation in conversations if conversation.result is not None]
     return done
+
+
+@contextmanager
+def answering(path: Path) -> Iterator[None]:
+    """A process that answers each handshake on a socket as a plugin does, and does nothing else: the floor."""
+    replies = {b"/c": b"/host_ok", b"/v": b"0.1", b"/f": b"/fin_ack"}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen(128)
+        child = os.fork()
+        if child == 0:
+            fd = os.open(os.devnull, os.O_RDONLY)
+            selector = selectors.DefaultSelector()
+            selector.register(listener, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is listener:
+                        selector.register(listener.accept()[0], selectors.EVENT_READ, "connection")
+                        continue
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    request = connection.recv(512)
+                    if not request:
+                        selector.unregister(connection)
+                        connection.close()
+                    elif request.startswith(b"/x"):
+                        socket.send_fds(connection, [b"/fd_ack"], [fd])
+                    else:
+                        connection.send(replies[request[:2]])
+        try:
+            yield
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            path.unlink()
