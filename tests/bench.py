@@ -27,8 +27,8 @@ the plugin. The mounts in its answer to Allocate say where its sockets are. What
 
 What is not announced. A plugin does not say when it is done with what it does after a call, or ahead of the next. So
 between two measurements its processor time is looked at every 10 ms, until it has used less than 0.3 ms in three looks,
-ten seconds at most. Between the moment at which kubelet lists a pod and its first handshake are POD_START seconds, in
-which in life a sandbox and a container are made.
+ten seconds at most. Between the moment at which kubelet lists a pod and its first handshake is half a second, in which
+in life a sandbox and a container are made.
 
 Exit codes: 0 measured, 1 a bar is missed (with --bars), 2 something could not be measured, or a wrong option.
 """
@@ -46,6 +46,7 @@ import platform
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -68,7 +69,7 @@ from bench_node import (
     handshakes,
     isolate,
 )
-from bench_report import Bar, Figure, ratios, table
+from bench_report import LINEAR, Bar, Figure, ratios, table
 
 INSIDE = "AFXDPD_BENCH_INSIDE"
 """Is set in the environment of the process that is in the namespaces."""
@@ -79,7 +80,12 @@ POD_START = 0.5
 """Seconds from a pod's admission to its application's first word: less than a container ever takes."""
 OTHER_PODS, CROWD = 200, 50
 RELEASE_BOUND = 150.0
-GROWTH = {"allocate": 1.5, "allocate-raw": 1.5}
+PODS = 8
+"""That have a device in handshakes without a crowd, however many devices the pool has."""
+GROWTH = {
+    **dict.fromkeys(("allocate", "allocate-raw", "handshake-first", "handshake"), 1.5),
+    **dict.fromkeys(("allocate-many", "burst"), LINEAR),
+}
 """Bars for the median of the largest size against that of the least."""
 
 
@@ -282,7 +288,7 @@ def allocate_all(
     return milliseconds(firsts), milliseconds(later)
 
 
-@measurement("allocate", "Allocate of one free device, attach included", sizes=(10, 1000), most=1000)
+@measurement("allocate", "Allocate of one free device, attach included", sizes=(10, 1000), most=9000)
 def measure_allocate(options: Options, devices: int) -> Iterator[Figure]:
     """Each device is allocated once: in a small pool in several rounds."""
     firsts, later = allocate_all(options, devices, 1, options.count(99))
@@ -292,12 +298,12 @@ def measure_allocate(options: Options, devices: int) -> Iterator[Figure]:
     yield Figure(name="allocate", what="Allocate of one device", samples=later, bars=bars, **size)
 
 
-@measurement("allocate-8", "Allocate of eight free devices in one request", sizes=(8,), most=80)
-def measure_allocate_8(options: Options, each: int) -> Iterator[Figure]:
+@measurement("allocate-many", "Allocate of several free devices in one request", sizes=(8, 64), most=64)
+def measure_allocate_many(options: Options, each: int) -> Iterator[Figure]:
     """Its size is that of the request."""
-    _, later = allocate_all(options, 10 * each + 1, each, options.count(30 if each <= 8 else 10))
+    _, later = allocate_all(options, 10 * each + 1, each, options.count(30))
     size: dict[str, Any] = {"unit": "ms", "size": each, "size_of": "devices in the request"}
-    yield Figure(name="allocate-8", what="Allocate of several devices at once", samples=later, **size)
+    yield Figure(name="allocate-many", what="Allocate of several devices at once", samples=later, **size)
 
 
 @measurement("allocate-raw", "Allocate with udsServerDisable", sizes=(10, 10_000), most=10_000)
@@ -331,7 +337,7 @@ def measure_allocate_again(options: Options, devices: int) -> Iterator[Figure]:
     )
 
 
-@measurement("burst", "Allocates one after another, each of a free device", sizes=(50,), most=1000)
+@measurement("burst", "Allocates one after another, each of a free device", sizes=(50, 500), most=1000)
 def measure_burst(options: Options, devices: int) -> Iterator[Figure]:
     """As kubelet does when a node comes up."""
     totals = []
@@ -375,16 +381,18 @@ class Pods:
         return f"pod-{device}-{self._generation}"
 
 
-@measurement("handshake", "the handshake, from connect(2) to the descriptor, and /connect of it", sizes=(8,), most=800)
+@measurement(
+    "handshake", "the handshake, from connect(2) to the descriptor, and /connect of it", sizes=(10, 1000), most=9000
+)
 def measure_handshake(options: Options, devices: int) -> Iterator[Figure]:
     """The first of an allocation, and later ones."""
     count = options.count(1000)
-    size: dict[str, Any] = {"size": devices, "size_of": "pods with a device"}
+    size: dict[str, Any] = {"size": devices, "size_of": "devices in the pool"}
     bars = (Bar("median", 1), Bar("p99", 3)), (Bar("median", 0.4), Bar("p99", 2))
     first: list[Handshake] = []
     later: list[Handshake] = []
-    with options.node.plugin(devices) as plugin:
-        pods = Pods(options.node, devices, 0)
+    with options.node.plugin(devices, both_ends=devices > 1000) as plugin:
+        pods = Pods(options.node, min(PODS, devices), 0)
         while len(first) < max(1, count // 10):
             pods.admit()
             time.sleep(POD_START)  # what happens meanwhile in life
@@ -526,8 +534,7 @@ def measure_memory(options: Options, devices: int) -> Iterator[Figure]:
 )
 def measure_use(options: Options, count: int) -> Iterator[Figure]:
     """On eight devices in turn; at the end the CNI lets go of all of them, if the plugin knows that call."""
-    devices = 8
-    node = options.node
+    devices, node = PODS, options.node
     count = options.samples or count
     with node.plugin(devices) as plugin:
         rss, fds = plugin.rss(), plugin.fds()
@@ -683,22 +690,28 @@ def busy(seconds: float = 1.0) -> float:
     return (used_later - used) / max(1, used_later - used + free_later - free)
 
 
+def outer_environment() -> dict[str, str]:
+    """The environment that this program was started with."""
+    return {key: value for key, value in os.environ.items() if key != INSIDE}
+
+
 def python_environment(say: Callable[[str], None]) -> dict[str, str]:
     """The environment of a plugin in Python: compiled modules have to be there, as in every installation.
 
     Where the installed afxdpd has none that fits, all modules are compiled into a directory of the benchmark.
     """
-    environment = dict(os.environ)
-    environment.pop(INSIDE, None)
+    environment = outer_environment()
     spec = importlib.util.find_spec("afxdpd")
     if spec is None or spec.origin is None:
         raise MeasureError("afxdpd is not installed")
     source = os.stat(spec.origin)
-    expected = importlib.util.MAGIC_NUMBER + b"".join(
-        int(number).to_bytes(4, "little") for number in (0, int(source.st_mtime), source.st_size & 0xFFFFFFFF)
-    )
-    with contextlib.suppress(OSError), open(importlib.util.cache_from_source(spec.origin), "rb") as compiled:
-        if compiled.read(16) == expected:
+    with (
+        contextlib.suppress(OSError, struct.error),
+        open(importlib.util.cache_from_source(spec.origin), "rb") as compiled,
+    ):
+        magic, flags, modified, size = struct.unpack("<4s3I", compiled.read(16))
+        current = (int(source.st_mtime) & 0xFFFFFFFF, source.st_size & 0xFFFFFFFF) == (modified, size)
+        if magic == importlib.util.MAGIC_NUMBER and (flags or current):  # flags: see PEP 552
             return environment
     say(f"{spec.origin} has no compiled module that fits: all are compiled for this run")
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -718,7 +731,7 @@ def measure(arguments: argparse.Namespace) -> int:
     gc.disable()  # this process is the pods
     own = arguments.plugin is None
     command = DEFAULT_PLUGIN.replace("{python}", sys.executable) if own else arguments.plugin
-    environment = python_environment(say) if own else dict(os.environ)
+    environment = python_environment(say) if own else outer_environment()
     node = Node(command, environment, arguments.resource)
     load = busy()
     if load > 0.1:

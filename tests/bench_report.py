@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+LINEAR = 0.0
+"""As a limit of growth: no faster than what it grows with."""
 STATISTICS = ("minimum", "median", "p99")
 
 
@@ -82,7 +84,7 @@ def ratios(figures: Iterable[Figure], limits: dict[str, float]) -> list[Figure]:
 
     Args:
         figures: All figures.
-        limits: Figure's name → bar for that.
+        limits: Figure's name → bar for that, or LINEAR.
     """
     by_name: dict[str, dict[int, Figure]] = {}
     for figure in figures:
@@ -94,7 +96,7 @@ def ratios(figures: Iterable[Figure], limits: dict[str, float]) -> list[Figure]:
         before, after = first.statistics()["median"], last.statistics()["median"]
         if first is last or not before > 0:
             continue
-        bars = (Bar("median", limits[name]),) if name in limits else ()
+        bars = (Bar("median", limits[name] or max(by_size) / min(by_size)),) if name in limits else ()
         what = f"{first.what}: {last.size} {last.size_of} against {first.size}"
         grown.append(Figure(name=f"{name}-growth", what=what, unit="times", samples=[after / before], bars=bars))
     return grown

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
 import pytest
-from bench_report import Bar, Figure, percentile, ratios, table
+from bench_report import LINEAR, Bar, Figure, percentile, ratios, table
 
 BENCH = [sys.executable, str(Path(__file__).with_name("bench.py"))]
 MARK = "AFXDPD_BENCH_TEST"
@@ -68,6 +69,8 @@ def test_growth_is_that_of_the_median_from_the_least_size_to_the_largest() -> No
     figures = [figure(3.0, size=100), figure(2.0, size=10), figure(9.0, size=1000), figure(1.0, name="lone", size=1)]
     (grown,) = ratios(figures, {"call": 1.5})
     assert (grown.name, grown.samples, grown.missed()) == ("call-growth", [4.5], [Bar("median", 1.5)])
+    (grown,) = ratios(figures, {"call": LINEAR})
+    assert grown.bars == (Bar("median", 100),)
 
 
 def test_table_says_what_was_met_and_what_missed() -> None:
@@ -132,7 +135,7 @@ def test_run_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @pytest.mark.kernel
 @pytest.mark.kubelet
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_interrupted_run_leaves_nothing_behind(number: signal.Signals) -> None:
     """Whoever ends it in the middle ends all that it has started."""
     mark, before = uuid.uuid4().hex, what_is_there()
@@ -141,8 +144,11 @@ def test_interrupted_run_leaves_nothing_behind(number: signal.Signals) -> None:
         assert process.stderr is not None
         assert any("start, size 8" in line for line in process.stderr)
         process.send_signal(number)
-        process.stderr.read()
-        assert process.wait(30) == 130
+        process.stderr.read()  # to its end: nobody has it open any more
+        assert process.wait(30) == (-number if number == signal.SIGKILL else 130)
+    deadline = time.monotonic() + 30
+    while processes(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)  # until the kernel is done with them
     assert (processes(mark), what_is_there()) == ([], before)
 
 
