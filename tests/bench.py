@@ -79,7 +79,8 @@ DEFAULT_PLUGIN = (
 POD_START = 0.5
 """Seconds from a pod's admission to its application's first word: less than a container ever takes."""
 OTHER_PODS, CROWD = 200, 50
-RELEASE_BOUND = 150.0
+RELEASE_BOUND, CHANGE_BOUND = 150.0, 60.0
+"""Seconds until a device has to be free, and until kubelet has to know of a change."""
 PODS = 8
 """That have a device in handshakes without a crowd, however many devices the pool has."""
 GROWTH = {
@@ -194,11 +195,13 @@ def starts(options: Options, devices: int, links: int, count: int) -> tuple[list
     return milliseconds(registered), milliseconds(healthy)
 
 
-@measurement("start", "from the start of the process to Register, and to all devices Healthy", sizes=(8,), most=1000)
+@measurement(
+    "start", "from the start of the process to Register, and to all devices Healthy", sizes=(8, 800), most=1000
+)
 def measure_start(options: Options, devices: int) -> Iterator[Figure]:
     """Also with 64 devices on a host with 130 links."""
     first = devices == 8
-    registered, healthy = starts(options, devices, 0, 20 if devices <= 100 else 5)
+    registered, healthy = starts(options, devices, 0, 20 if devices <= 100 else 3)
     size: dict[str, Any] = {"unit": "ms", "size": devices, "size_of": "devices"}
     bars = (Bar("median", 350),) if first else ()
     yield Figure(name="start", what="start to Register", samples=registered, bars=bars, **size)
@@ -363,8 +366,9 @@ class Pods:
         self._sockets: dict[str, str] = {}
 
     def admit(self) -> None:
-        """Others than before get the devices, and are listed."""
+        """Others than before get the devices, and are listed; those before were so until the devices were free."""
         self._generation += 1
+        self._node.kubelet("pods", resource=self._node.resource, pods={}, others=max(1, self._others))
         self._sockets = self._node.allocate(*[[name] for name in self._devices])["sockets"]
         if not self._sockets:
             raise LacksError("its answer to Allocate mounts no socket")
@@ -444,13 +448,13 @@ def measure_change(options: Options, devices: int) -> Iterator[Figure]:
     went: list[float] = []
     raw = devices > 1000
     with node.plugin(devices, raw=raw, both_ends=raw) as plugin, LinkEvents() as events:
-        for _ in range(options.count(50 if not raw else 20)):
+        for _ in range(options.count(50 if not raw else 5)):
             for there, seconds in ((True, came), (False, went)):
                 command = f"ip link add {SPARE} type veth peer name {SPARE}p" if there else f"ip link del {SPARE}"
                 since = time.monotonic()
                 with subprocess.Popen(command.split()):  # the kernel speaks of it while that still runs
                     said = events.wait(SPARE, there=there)
-                wanted = {"device": SPARE, "listed": there, "since": since, "timeout": 10}
+                wanted = {"device": SPARE, "listed": there, "since": since, "timeout": CHANGE_BOUND}
                 try:
                     seconds.append(node.kubelet("listed", resource=node.resource, **wanted)["at"] - said)
                 except MeasureError as exc:
