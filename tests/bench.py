@@ -730,7 +730,8 @@ def measure(arguments: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(f"bench: {text}", file=sys.stderr, flush=True)
 
-    isolate(fixed_paths=arguments.plugin is not None)
+    for path in isolate(fixed_paths=arguments.plugin is not None):
+        say(f"{path} cannot be made here: the plugin has to be told where to look")
     gc.freeze()
     gc.disable()  # this process is the pods
     own = arguments.plugin is None

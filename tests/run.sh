@@ -12,7 +12,7 @@ checkout=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 . "$checkout/examples/prepare.sh"
 
 find_python
-install_missing ip:iproute2 ethtool:ethtool unshare:util-linux nsenter:util-linux setpriv:util-linux
+install_missing ip:iproute2 ethtool:ethtool unshare:util-linux nsenter:util-linux setpriv:util-linux mount:mount
 cd "$checkout"
 venv=$checkout/.venv-test
 make_venv "$venv"

