@@ -12,7 +12,7 @@ checkout=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 . "$checkout/examples/prepare.sh"
 
 find_python
-install_missing ip:iproute2 ethtool:ethtool unshare:util-linux nsenter:util-linux setpriv:util-linux
+install_missing ip:iproute2 ethtool:ethtool unshare:util-linux nsenter:util-linux setpriv:util-linux mount:mount
 if [ "$(id -u)" = 0 ]; then
     install_missing skopeo:skopeo umoci:umoci # who else runs the tests does without them
 fi
