@@ -21,10 +21,8 @@ checkout=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 [ "$(uname -s)" = Linux ] || fail "this needs Linux; here is $(uname -s)"
 
 find_python
-zstd_header=/usr/include/zstd.h
-[ -e "$zstd_header" ] || libzstd=zstd.h:libzstd-dev
-# shellcheck disable=SC2086  # nothing, where it is there
-install_missing ldd:libc-bin musl-gcc:musl-tools zstd:zstd ${libzstd-}
+# shellcheck disable=SC2046  # several words
+install_missing $(single_file_needs)
 cd "$checkout"
 
 make_venv "$scratch/venv"
@@ -33,7 +31,7 @@ pip_quietly "$scratch/venv" install .
 
 echo "$me: packing ..."
 library=$(gcc -print-file-name=libzstd.a)
-musl-gcc -static -Os -s -Wall -Wextra -idirafter "${zstd_header%/*}" examples/single_file/launcher.c \
+musl-gcc -static -Os -s -Wall -Wextra -idirafter /usr/include examples/single_file/launcher.c \
     -o "$scratch/launcher" -Wl,--build-id=none "$library" >"$scratch/log" 2>&1 || show_and_fail "cannot compile launcher.c"
 PYTHONHASHSEED=0 "$scratch/venv/bin/python" -P -s -B examples/single_file/pack.py --launcher "$scratch/launcher" \
     --output "$scratch/afxdpd" >"$scratch/log" 2>&1 || show_and_fail "cannot pack"

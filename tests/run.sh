@@ -12,10 +12,12 @@ checkout=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 . "$checkout/examples/prepare.sh"
 
 find_python
-install_missing ip:iproute2 ethtool:ethtool unshare:util-linux nsenter:util-linux setpriv:util-linux mount:mount
-if [ "$(id -u)" = 0 ]; then
-    install_missing skopeo:skopeo umoci:umoci # who else runs the tests does without them
+packages="ip:iproute2 ethtool:ethtool unshare:util-linux nsenter:util-linux setpriv:util-linux mount:mount"
+if [ "$(id -u)" = 0 ]; then # who else runs the tests does without the one file and the image
+    packages="$packages skopeo:skopeo umoci:umoci $(single_file_needs)"
 fi
+# shellcheck disable=SC2086  # several words
+install_missing $packages
 cd "$checkout"
 venv=$checkout/.venv-test
 make_venv "$venv"
