@@ -173,3 +173,47 @@ async def test_daemon_has_its_capabilities_when_its_user_is_not_root(
             daemon.send_signal(signal.SIGTERM)
             assert await in_thread(daemon.wait, 20) == 0, (short_path / "daemon.log").read_text()
     shutil.rmtree(home)
+
+
+async def test_kind_network_is_made_when_the_root_directory_is_empty(
+    kernel: Kernel, root: Path, short_path: Path
+) -> None:
+    """What is imported only when it is needed is in the file too: pyroute2, for the network of a kind cluster."""
+    pool = {"name": "pool", "mode": "primary", "drivers": [{"name": "veth"}]}
+    (root / "etc/config.json").write_text(json.dumps({"kindCluster": True, "pools": [pool]}))
+    command = in_root(root, "--config", "/etc/config.json", "--kubelet-dir", "/kubelet", "--uds-dir", "/uds")
+    async with running_kubelet(root / "kubelet") as kubelet:
+        with running(command, short_path / "daemon.log") as daemon:
+            await kubelet.wait(RESOURCE, registers=1, healthy=4, timeout=30)
+            assert "afxdp-kind-br" in Path("/proc/net/dev").read_text()
+            daemon.send_signal(signal.SIGTERM)
+            assert await in_thread(daemon.wait, 20) == 0, (short_path / "daemon.log").read_text()
+    assert "afxdp-kind-br" not in Path("/proc/net/dev").read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ('exec chroot "$1" /afxdpd --version', "/proc/self/exe (is /proc mounted?): No such file or directory"),
+        ('truncate -s -1 "$1/afxdpd"; exec "$1/afxdpd" --version', "the file is not complete"),
+        ('ulimit -n 50; exec "$1/afxdpd" --version', "too low a limit of open files"),
+        (
+            'printf "%1000s" | dd of="$1/afxdpd" bs=1000 seek=1000 conv=notrunc status=none; exec "$1/afxdpd"',
+            "the file is damaged",
+        ),
+    ],
+)
+def test_reason_is_told_when_the_file_cannot_start(kernel: Kernel, root: Path, script: str, reason: str) -> None:
+    """Where the interpreter cannot even be unpacked, a line says why, and the status is 127."""
+    done = subprocess.run(["sh", "-euc", script, "sh", str(root)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (127, 1)
+    assert done.stderr.startswith(f"afxdpd: {reason}")
+
+
+def test_environment_changes_nothing_when_it_has_python_in_it(kernel: Kernel, root: Path) -> None:
+    """Variables for other Pythons do not reach this one."""
+    env = {"PATH": os.environ["PATH"], "PYTHONHOME": "/none", "PYTHONPATH": "/none", "PYTHONVERBOSE": "1"}
+    done = subprocess.run(
+        in_root(root, "--version"), capture_output=True, text=True, check=False, env=env, stdin=subprocess.DEVNULL
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"afxdpd {afxdpd.__version__}\n", "")

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 FIRST_FD, MAX_FILES = 100, 400  # launcher.c has the same
 BOOT = "_single_file"
-PATHS = [Path(sysconfig.get_path(name)) for name in ("purelib", "stdlib")]
-PATHS.insert(1, PATHS[1] / "lib-dynload")
+STDLIB = Path(sysconfig.get_path("stdlib"))
+PATHS = [*{Path(sysconfig.get_path(name)): None for name in ("purelib", "platlib")}, STDLIB / "lib-dynload", STDLIB]
 
 ABSENT = {
     "ssl",  # no TLS: the daemon speaks over local sockets
@@ -336,7 +336,7 @@ def make_archive(scan: Scan, extensions: dict[str, int]) -> bytes:
     for name, (source, package) in sources.items():
         stem = name.replace(".", "/") + ("/__init__" if package else "")
         files[f"{stem}.pyc"] = compiled(source, f"{stem}.py")
-    for distribution in importlib.metadata.distributions(path=[str(PATHS[0])]):
+    for distribution in importlib.metadata.distributions(path=[str(path) for path in PATHS]):
         directory = f"{distribution.metadata['Name'].replace('-', '_')}-{distribution.version}.dist-info"
         for file in ("METADATA", "entry_points.txt"):
             if text := distribution.read_text(file):
@@ -436,7 +436,7 @@ def unused(libraries: dict[str, Path], files: Sequence[Path]) -> set[str]:
 
 def compressed(data: bytes) -> bytes:
     """A zstd frame."""
-    command = ["zstd", "-19", "--no-check", "-q", "-c"]
+    command = ["zstd", "-19", f"--stream-size={len(data)}", "--check", "-q", "-c"]
     try:
         return subprocess.run(command, input=data, check=True, capture_output=True).stdout  # noqa: S603
     except (OSError, subprocess.CalledProcessError) as exc:
