@@ -733,6 +733,22 @@ async def test_connection_goes_on_when_data_comes_after_the_answer(service: Serv
                 await client.still_works()
 
 
+@pytest.mark.parametrize("more", [0, 1, 3])
+@pytest.mark.parametrize(("kind", "content"), [(WINDOW_UPDATE, b"\0\0\1\0"), (RST_STREAM, bytes(4)), (2, bytes(5))])
+async def test_connection_goes_on_when_something_comes_after_the_end(
+    kind: int, content: bytes, more: int, service: Service
+) -> None:
+    """A window, a reset and a priority may come for a call that has ended, also when there were others since."""
+    async with http2_client(service.server()) as client:
+        stream_id = client.request("Echo")
+        await client.flush()
+        await client.answer(stream_id)
+        for _ in range(more):
+            await client.still_works()
+        await client.flush(frame(kind, 0, stream_id, content))
+        await client.still_works()
+
+
 async def test_nothing_is_logged_when_the_peer_says_goodbye(service: Service) -> None:
     """A stream that has something to send after GOAWAY, as kubelet ends its connections, is no bug to be logged."""
     async with http2_client(service.server()) as client:
