@@ -86,6 +86,7 @@ from typing import (
 )
 
 import anyio
+import h2.connection
 import h2.events
 import h2.exceptions
 import hpack
@@ -2428,6 +2429,7 @@ class _Connection(GRPCConnection):  # type: ignore[misc]
         self.room = trio.Event()
         self.h2_connection.decoder = _Decoder(HEADERS_MAX)
         self.h2_connection._closed_streams._size_limit = CLOSED_MAX
+        self.h2_connection._frame_dispatch_table[h2.connection.WindowUpdateFrame] = self._window_update_received
 
     def initiate_connection(self) -> None:
         self.h2_connection.initiate_connection()
@@ -2476,6 +2478,14 @@ class _Connection(GRPCConnection):  # type: ignore[misc]
         unread = self._unread.pop(stream_id, 0)
         if unread > 0:
             self.h2_connection.acknowledge_received_data(unread, stream_id)
+
+    def _window_update_received(self, frame: Any) -> tuple[list[Any], list[Any]]:
+        """Like h2's, but the window of a call that has ended is ignored, as RFC 9113 wants it in section 5.1."""
+        try:
+            frames, events = self.h2_connection._receive_window_update_frame(frame)
+        except h2.exceptions.StreamClosedError:
+            return [], []
+        return frames, events
 
     def _request_received(self, event: Any) -> list[Any]:
         events = list(super()._request_received(event))

@@ -473,7 +473,7 @@ TARGETS: dict[str, tuple[Target, int, st.SearchStrategy[bytes]]] = {
             anything.map(lambda content: json.dumps(content).encode()),
         ),
     ),
-    "server": (in_trio(server), 500, conversations(CALLS, HELLO)),
+    "server": (in_trio(server), 400, conversations(CALLS, HELLO)),
     "client": (in_trio(client, jump=True), 400, conversations(ANSWERS, HELLO[len(PREFACE) :])),
 }
 """The targets: how many inputs CI makes for each, and of which kind."""
