@@ -741,8 +741,30 @@ def measure(arguments: argparse.Namespace) -> int:
     load = busy()
     if load > 0.1:
         say(f"others use {load:.0%} of this machine")
+    about = machine()
     figures: dict[tuple[str, int | None], Figure] = {}
     left_out: list[dict[str, Any]] = []
+
+    def rows() -> list[Figure]:
+        return [*figures.values(), *ratios(figures.values(), GROWTH)]
+
+    def write(**more: Any) -> None:
+        """Writes what there is so far: a run takes long, and may be ended."""
+        if arguments.json is None:
+            return
+        report = {
+            "machine": about,
+            "plugin": "afxdpd" if own else arguments.plugin,
+            "others_use": {"before": round(load, 3), **more},
+            "figures": [figure.as_json() for figure in rows()],
+            "left_out": left_out,
+        }
+        arguments.json.seek(0)
+        arguments.json.truncate()
+        json.dump(report, arguments.json, indent=2, ensure_ascii=False)
+        arguments.json.write("\n")
+        arguments.json.flush()
+
     try:
         options = Options(
             node=node,
@@ -765,30 +787,19 @@ def measure(arguments: argparse.Namespace) -> int:
                 say(f"{each.name}: {exc}")
                 failed = own or not isinstance(exc, LacksError)
                 left_out.append({"name": each.name, "size": size, "reason": str(exc), "failed": failed})
+            write()
     finally:
         node.close()
-    rows = [*figures.values(), *ratios(figures.values(), GROWTH)]
-    about = machine()
     after = busy()
-    report = {
-        "machine": about,
-        "others_use": {"before": round(load, 3), "after": round(after, 3)},
-        "plugin": "afxdpd" if own else arguments.plugin,
-        "figures": [figure.as_json() for figure in rows],
-        "left_out": left_out,
-    }
-    if arguments.json is not None:
-        json.dump(report, arguments.json, indent=2, ensure_ascii=False)
-        arguments.json.write("\n")
-        arguments.json.close()
-    print(f"{report['plugin']}; {about['processor']}, {about['cores']} cores,", end=" ")
+    write(after=round(after, 3))
+    print(f"{'afxdpd' if own else arguments.plugin}; {about['processor']}, {about['cores']} cores,", end=" ")
     print(f"Linux {about['kernel']}, Python {about['python']},")
     print(f"of which others used {load:.0%} before and {after:.0%} after\n")
-    print(table(rows))
+    print(table(rows()))
     for entry in left_out:
         print(f"left out: {entry['name']}, size {entry['size']}: {entry['reason']}")
-    missed = sum(len(figure.missed()) for figure in rows)
-    print(f"\nbars: {sum(len(figure.bars) for figure in rows) - missed} met, {missed} missed")
+    missed = sum(len(figure.missed()) for figure in rows())
+    print(f"\nbars: {sum(len(figure.bars) for figure in rows()) - missed} met, {missed} missed")
     if any(entry["failed"] for entry in left_out):
         return 2
     return 1 if arguments.bars and missed else 0
