@@ -6559,7 +6559,12 @@ async def _serve_until_signal(config: PluginConfig, paths: Paths, read: Callable
 
 
 def _command_parser(command: str, description: str) -> _Parser:
-    parser = _Parser(prog=f"afxdpd {command}", description=description, allow_abbrev=False)
+    parser = _Parser(
+        prog=f"afxdpd {command}",
+        description=description,
+        epilog="Exit codes: 0 done, 1 wrong command line or configuration, 4 no daemon answers.",
+        allow_abbrev=False,
+    )
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--uds-dir",

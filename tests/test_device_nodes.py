@@ -60,9 +60,9 @@ def test_example_says_what_is_wrong_when_a_resource_is_malformed(resource: str) 
 
 
 def test_readme_shows_the_example_as_it_is() -> None:
-    """The code of the README's chapter is what is tested here."""
+    """The code of the README's chapters is what is tested here and in test_embedding.py."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    source = SCRIPT.read_text()
-    assert blocks
+    sources = [SCRIPT.read_text(), (ROOT / "examples" / "embedded.py").read_text()]
+    assert all(any(block in source for block in blocks) for source in sources)
     for block in blocks:
-        assert block in source
+        assert any(block in source for source in sources), block
