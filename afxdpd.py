@@ -5727,6 +5727,7 @@ class Observation:
         self._all = pools
         self._configured = configured
         self._begun = trio.current_time()
+        self._limiter = trio.CapacityLimiter(1)  # whoever asks, however often, takes no thread from the pools
         self.sockets: dict[str, Callable[[], bool]] = {}
 
     def pools(self) -> list[PoolManager]:
@@ -5780,10 +5781,9 @@ class Observation:
 
     async def metrics(self) -> Page:
         """All metrics in Prometheus's text format."""
-        exposition = await trio.to_thread.run_sync(
-            importlib.import_module, "prometheus_client.exposition"
-        )  # takes long
-        body = await trio.to_thread.run_sync(exposition.generate_latest, _Families(self.families()))
+        in_thread = functools.partial(trio.to_thread.run_sync, limiter=self._limiter)
+        exposition = await in_thread(importlib.import_module, "prometheus_client.exposition")  # which takes long
+        body = await in_thread(exposition.generate_latest, _Families(self.families()))
         return Page(body=body, content_type=exposition.CONTENT_TYPE_LATEST)
 
     def families(self) -> list[Any]:
