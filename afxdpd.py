@@ -67,6 +67,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -5637,7 +5638,12 @@ class HttpServer:
             refused = connection.their_state not in (h11.DONE, h11.MUST_CLOSE)
             if refused:
                 headers.append(("Connection", "close"))
-            data = connection.send(h11.Response(status_code=page.status, headers=headers)) or b""
+            data = (
+                connection.send(
+                    h11.Response(status_code=page.status, headers=headers, reason=HTTPStatus(page.status).phrase)
+                )
+                or b""
+            )
             data += (connection.send(h11.Data(data=page.body)) or b"") if not head else b""
             data += connection.send(h11.EndOfMessage()) or b""
             with trio.fail_after(HTTP_SEND_TIMEOUT):
