@@ -69,6 +69,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -5970,7 +5971,12 @@ class HttpServer:
             refused = connection.their_state not in (h11.DONE, h11.MUST_CLOSE)
             if refused:
                 headers.append(("Connection", "close"))
-            data = connection.send(h11.Response(status_code=page.status, headers=headers)) or b""
+            data = (
+                connection.send(
+                    h11.Response(status_code=page.status, headers=headers, reason=HTTPStatus(page.status).phrase)
+                )
+                or b""
+            )
             data += (connection.send(h11.Data(data=page.body)) or b"") if not head else b""
             data += connection.send(h11.EndOfMessage()) or b""
             with trio.fail_after(HTTP_SEND_TIMEOUT):
@@ -6060,6 +6066,7 @@ class Observation:
         self._all = pools
         self._configured = configured
         self._begun = trio.current_time()
+        self._limiter = trio.CapacityLimiter(1)  # whoever asks, however often, takes no thread from the pools
         self.sockets: dict[str, Callable[[], bool]] = {}
 
     def pools(self) -> list[PoolManager]:
@@ -6113,10 +6120,9 @@ class Observation:
 
     async def metrics(self) -> Page:
         """All metrics in Prometheus's text format."""
-        exposition = await trio.to_thread.run_sync(
-            importlib.import_module, "prometheus_client.exposition"
-        )  # takes long
-        body = await trio.to_thread.run_sync(exposition.generate_latest, _Families(self.families()))
+        in_thread = functools.partial(trio.to_thread.run_sync, limiter=self._limiter)
+        exposition = await in_thread(importlib.import_module, "prometheus_client.exposition")  # which takes long
+        body = await in_thread(exposition.generate_latest, _Families(self.families()))
         return Page(body=body, content_type=exposition.CONTENT_TYPE_LATEST)
 
     def families(self) -> list[Any]:
@@ -6988,7 +6994,12 @@ async def _serve_until_signal(config: PluginConfig, paths: Paths, read: Callable
 
 
 def _command_parser(command: str, description: str) -> _Parser:
-    parser = _Parser(prog=f"afxdpd {command}", description=description, allow_abbrev=False)
+    parser = _Parser(
+        prog=f"afxdpd {command}",
+        description=description,
+        epilog="Exit codes: 0 done, 1 wrong command line or configuration, 4 no daemon answers.",
+        allow_abbrev=False,
+    )
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
         "--uds-dir",

@@ -58,6 +58,7 @@ from typing import Any, TypeVar
 import conftest
 import trio
 from kubelet import Kubelet, KubeletError, pod, running_kubelet
+from prometheus_client.parser import text_string_to_metric_families
 from support import ETHERTYPE, ROOT, Client, delete_link, get_map_id, in_thread, make_veth, paths_options
 
 import afxdpd
@@ -713,6 +714,27 @@ class Node:
                 troubles.append(f"{device} is{' not' if is_away else ''} in the host's namespace")
             elif not is_away and here[device].xdp_prog_id not in programs:
                 troubles.append(f"{device} carries no program of ours, but {here[device].xdp_prog_id}")
+        return troubles or await self._wrong_numbers()
+
+    async def _wrong_numbers(self) -> list[str]:
+        """Where probe, status and metrics do not say what is so."""
+        ask = partial(afxdpd.ask_daemon, self.directory / "uds" / afxdpd.STATUS_NAME, "GET")
+        try:
+            ready, status, metrics = [(await in_thread(ask, page))[1] for page in ("/readyz", "/status", "/metrics")]
+        except OSError as exc:
+            return [f"the daemon does not tell its status: {exc}"]
+        told: dict[str, dict[str, float]] = {"afxdpd_devices": {}, "afxdpd_allocated_devices": {}}
+        for family in text_string_to_metric_families(metrics.decode()):
+            for sample in family.samples:
+                if sample.labels.get("health") != "Unhealthy" and family.name in told:
+                    told[family.name][sample.labels["pool"]] = sample.value
+        troubles = [f"not ready: {ready!r}"] if ready != b"ok\n" else []
+        for pool in json.loads(status)["pools"]:
+            held = sorted(device["name"] for device in pool["devices"] if device["allocation"])
+            numbers = {"afxdpd_devices": len(pool["devices"]), "afxdpd_allocated_devices": len(held)}
+            found = {name: values.get(pool["name"]) for name, values in told.items()}
+            if held != sorted(set(self.pools[pool["name"]]) & set(self.pods)) or numbers != found:
+                troubles.append(f"{pool['name']}: status has {numbers}, {held}; metrics have {found}")
         return troubles
 
     async def check_idle(self, **limits: int) -> dict[str, int]:

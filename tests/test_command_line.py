@@ -122,6 +122,7 @@ def test_help_names_options_and_exit_codes_when_asked(capsys: pytest.CaptureFixt
         "log-level",
         "log-format",
         "log-dir",
+        "http",
         "schema",
         "check",
         "version",
@@ -129,6 +130,7 @@ def test_help_names_options_and_exit_codes_when_asked(capsys: pytest.CaptureFixt
         assert f"--{option}" in output.out
     text = " ".join(output.out.split())
     assert "Exit codes: 0 ended as asked, 1 wrong configuration or command line, 2 logging, 3 " in text
+    assert "afxdpd status: shows what the running daemon does. afxdpd reload: " in text
     assert ", 4 the pools cannot be served, 5 the network for kind cannot be made. SIGHUP " in text
 
 

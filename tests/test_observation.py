@@ -231,9 +231,9 @@ async def test_connection_is_kept_when_requests_go_on() -> None:
     async with web() as server, await server.connect() as stream:
         await stream.send_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3 + b"GET /absent HTTP/1.1\r\n" + CLOSE)
         data = await receive(stream)
-        assert data.count(b"HTTP/1.1 200 ") == 3
+        assert data.count(b"HTTP/1.1 200 OK\r\n") == 3
         assert data.count(b"root\n") == 3
-        assert data.count(b"HTTP/1.1 404 ") == 1
+        assert data.count(b"HTTP/1.1 404 Not Found\r\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pty
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import urllib.error
 import urllib.request
@@ -199,15 +200,23 @@ async def test_configuration_is_read_again_when_it_is_asked_for(kernel: Kernel, 
             assert len((await in_thread(status, short_path))["pools"]) == 2
 
 
+AT_TERMINAL = """
+import signal, sys, afxdpd
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background has it ignored
+sys.exit(afxdpd.main(sys.argv[1:]))
+"""
+
+
 class Terminal:
-    """A program at a terminal of so many lines."""
+    """The program at a terminal of so many lines."""
 
     def __init__(self, lines: int, *arguments: str) -> None:
         self._own, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, 80, 0, 0))
         environment = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "LINES", "COLUMNS")}
+        line = [sys.executable, "-P", "-c", AT_TERMINAL, *arguments]
         self.process = subprocess.Popen(
-            [*PROGRAM, *arguments], stdout=theirs, stderr=subprocess.PIPE, env={**environment, "TERM": "xterm"}
+            line, stdout=theirs, stderr=subprocess.PIPE, env={**environment, "TERM": "xterm"}
         )
         os.close(theirs)
         self.text = ""
@@ -248,7 +257,7 @@ async def test_status_is_followed_at_a_terminal_until_interrupted(kernel: Kernel
                     await in_thread(screen.read, "... and 3 further lines", 3)
                 await in_thread(screen.read, "no daemon answers on ", screen.text.count("no daemon answers on ") + 1)
             screen.process.send_signal(signal.SIGINT)
-            assert await in_thread(screen.process.wait) == 0
+            assert await in_thread(screen.process.wait, 20) == 0
             assert screen.process.stderr is not None
             assert screen.process.stderr.read() == b""
     screens = screen.text.split("\x1b[H\x1b[2J")[1:]
