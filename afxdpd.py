@@ -5518,7 +5518,11 @@ class PoolManager(ResourceServer):
         Raises:
             RpcError: kubelet does not say.
         """
-        if device.allocation is not None and not device.owners:
+        allocation = device.allocation
+        if allocation is None or self._is_held_by(device, hostname):
+            return allocation is not None
+        # In the first minute kubelet may still have listed the last pod, and not yet this one.
+        if not device.owners or trio.current_time() - allocation.since < RELEASE_GRACE:
             trouble = RpcError("DEADLINE_EXCEEDED", "kubelet's pod resources do not answer")
             with trio.move_on_after(OWNER_TIMEOUT) as waiting:
                 while True:
@@ -5529,6 +5533,10 @@ class PoolManager(ResourceServer):
                         trouble = exc
             if waiting.cancelled_caught:
                 raise trouble
+        return self._is_held_by(device, hostname)
+
+    @staticmethod
+    def _is_held_by(device: PoolDevice, hostname: str) -> bool:
         return any(hostname_matches(hostname, owner.pod) for owner in device.owners)
 
     def _xskmap(self, device: PoolDevice, name: str) -> Fd | None:
@@ -5905,7 +5913,7 @@ class HttpServer:
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
         self._open: dict[trio.CancelScope, bool] = {}  # whether it has asked nothing yet; the oldest is the first
-        self._turn = trio.Lock()
+        self._turns: dict[object, trio.Lock] = collections.defaultdict(trio.Lock)
 
     @property
     def connections(self) -> int:
@@ -6018,8 +6026,6 @@ class HttpServer:
     async def _page(self, request: h11.Request, scope: trio.CancelScope) -> Page:
         if scope in self._open:
             self._open[scope] = False
-        async with self._turn:  # others have theirs, too, however many ask for pages
-            await trio.lowlevel.checkpoint()
         match = re.match(r"(?:https?://[^/?]*)?([^?]*)", request.target.decode("latin-1"))
         methods = self._pages.get(match[1] if match else "")
         if methods is None:
@@ -6030,7 +6036,8 @@ class HttpServer:
             allow = ", ".join([*methods, *(["HEAD"] if "GET" in methods else [])])
             return dataclasses.replace(text_page([f"this page is for {allow}"], 405), allow=allow)
         try:
-            return await make()
+            async with self._turns[make]:  # however many ask for this page, whoever asks for another one waits for none
+                return await make()
         except Exception:
             log.exception("HTTP: %s failed, which is a bug", match[1] if match else "")
             return text_page(["failed, see the log of the daemon"], 500)
