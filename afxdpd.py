@@ -6810,7 +6810,8 @@ class _OutputHandler(logging.Handler):
             self.handleError(record)
             return
         with self._changed:
-            if self._size + len(line) > OUTPUT_MAX:
+            # Once there was no room, half of it has to be there again: lines are left out in few places.
+            if self._size + len(line) > (OUTPUT_MAX // 2 if self._left_out else OUTPUT_MAX):
                 self._left_out += 1
                 return
             self._tell_left_out()
