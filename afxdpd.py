@@ -1888,8 +1888,7 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
         errors.append(f"{path or 'the file'}: not an object: {_shown(raw)}")
         return None
     prefix = f"{path}." if path else ""
-    fields = {info.encode_name.lower(): info for info in msgspec.structs.fields(kind)}
-    types = get_type_hints(kind, include_extras=True)
+    fields, types = _fields(kind)
     values: dict[str, object] = {}
     for key, value in raw.items():
         info = fields.get(key.lower())
@@ -1910,6 +1909,14 @@ def _parse_object(raw: object, kind: type[_Struct], path: str, errors: list[str]
         errors.append(f"{prefix}{below}: {problem}" if below else f"{path}: {problem}")
     missing = dict.fromkeys((info.name for info in fields.values() if info.required), None)
     return kind(**{**missing, **values})  # where there are errors, only for the problems of what is above it
+
+
+@functools.cache
+def _fields(kind: type[_Struct]) -> tuple[dict[str, msgspec.structs.FieldInfo], dict[str, Any]]:
+    """The keys of an object in small letters, and the types of its attributes."""
+    return {info.encode_name.lower(): info for info in msgspec.structs.fields(kind)}, get_type_hints(
+        kind, include_extras=True
+    )
 
 
 def _shown(raw: object) -> str:
