@@ -5831,7 +5831,7 @@ HttpAddress = Path | tuple[int, tuple[Any, ...]]
 
 
 def parse_http_address(text: str) -> HttpAddress:
-    """Reads ``127.0.0.1:9100``, ``[::1]:9100`` or the path of a Unix socket, which has a slash.
+    """Reads ``127.0.0.1:9808``, ``[::1]:9808`` or the path of a Unix socket, which has a slash.
 
     Raises:
         ValueError: It is none of them.
@@ -6753,7 +6753,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--http",
         type=_http_address,
         metavar="ADDRESS",
-        help="serve /healthz, /readyz and /metrics there: 127.0.0.1:9100, [::1]:9100, or a Unix socket's path with a "
+        help="serve /healthz, /readyz and /metrics there: 127.0.0.1:9808, [::1]:9808, or a Unix socket's path with a "
         "slash (default: nowhere)",
     )
     parser.add_argument("--schema", action="store_true", help="print the JSON Schema of the configuration, and end")

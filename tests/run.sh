@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the wheel and tests it: generated code, formatting, lint, types, all tests, two minutes of soak.
+# Builds and tests it: generated code, formatting, lint, types, all tests, the quickstart, two minutes of soak.
 #
 #     sh tests/run.sh [argument of pytest ...]
 #
@@ -47,6 +47,8 @@ mypy
 say "tests"
 pytest "$@"
 if [ "$(id -u)" = 0 ] && [ $# = 0 ]; then
+    say "quickstart"
+    sh examples/quickstart.sh
     say "soak, two minutes"
     python tests/soak.py --minutes 2 --seed "${AFXDPD_SOAK_SEED:-1}"
 fi
