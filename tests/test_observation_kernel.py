@@ -100,7 +100,7 @@ async def test_numbers_agree_while_pods_come_and_go(kernel: Kernel, short_path: 
         await until(lambda: get("/readyz") == (503, f"afxdp/pool: not registered: {trouble}\n"))
         async with running_kubelet(short_path / "kubelet") as kubelet:
             await kubelet.wait(RESOURCE, streams_open=1, healthy=2)
-            assert await in_thread(get, "/readyz") == (200, "ok\n")
+            await until(lambda: get("/readyz") == (200, "ok\n"))  # its watch may be there before the answer to Register
             await kubelet.allocate(RESOURCE, ["afa0"])
             await kubelet.pods(pod("pod-x", {RESOURCE: ["afa0"]}))
             with Pod() as sandbox, Cni(short_path) as cni:
@@ -138,6 +138,7 @@ async def test_numbers_agree_while_pods_come_and_go(kernel: Kernel, short_path: 
                 assert {key: counted[key] for key in expected} == expected
                 await kubelet.pods()
                 await in_thread(delete, cni, sandbox, "afa0")
+            await until(lambda: metrics()["sessions",] == 0)
             said, counted = await in_thread(status, short_path), await in_thread(metrics)
             assert [device["allocation"] for device in said["pools"][0]["devices"]] == [None, None]
             assert (counted["allocated_devices",], counted["releases_total", "cni"], counted["sessions",]) == (0, 1, 0)
@@ -269,31 +270,38 @@ async def test_status_is_followed_at_a_terminal_until_interrupted(kernel: Kernel
 
 
 async def test_daemon_lives_when_its_address_is_attacked(kernel: Kernel, short_path: Path) -> None:
-    """A thousand connections that say nothing, or nonsense, cost the daemon a few descriptors, and nobody a probe."""
+    """Hundreds of connections, silent, senseless or asking on, cost a hundred descriptors; it goes on answering."""
     make_veth("afa0")
     config = write_config(short_path, pool=["afa0"])
     (short_path / "kubelet" / "device-plugins").mkdir(parents=True)
     with daemon_process(config, short_path, "--http", HTTP) as daemon:
         await until(is_up)
-        await until(lambda: 'pool="pool"} 1.0' in get("/metrics")[1])  # its device is Healthy
-        before = len(os.listdir(f"/proc/{daemon.pid}/fd"))
+        await until(lambda: status(short_path)["pools"][0]["devices"][0]["health"] == "Healthy")
+        await in_thread(get, "/metrics")  # what it imports, it has now
 
-        async def attack(data: bytes) -> None:
-            host, _, port = HTTP.partition(":")
-            for _ in range(200):
-                stream = await held.enter_async_context(await trio.open_tcp_stream(host, int(port)))
-                with suppress(trio.BrokenResourceError):
-                    await stream.send_all(data)
+        def descriptors() -> int:
+            return len(os.listdir(f"/proc/{daemon.pid}/fd"))
 
-        async with AsyncExitStack() as held, trio.open_nursery() as nursery:
-            for data in (b"", b"GET /metrics HT", b"\x00\xff" * 9999, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 20):
-                nursery.start_soon(attack, data)
-            with trio.fail_after(60):
-                for _ in range(20):
-                    while not await in_thread(is_up):
-                        pass
-            assert len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before + HTTP_CONNECTIONS_MAX + 10
-        await until(lambda: len(os.listdir(f"/proc/{daemon.pid}/fd")) <= before)
+        before = descriptors()
+        async with AsyncExitStack() as held:
+
+            async def attack(data: bytes) -> None:
+                host, _, port = HTTP.partition(":")
+                for _ in range(150):
+                    stream = await held.enter_async_context(await trio.open_tcp_stream(host, int(port)))
+                    with suppress(trio.BrokenResourceError):  # it was closed for a newer one
+                        await stream.send_all(data)
+
+            async with trio.open_nursery() as nursery:
+                asking = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+                for data in (b"", asking[:-1], b"\x00\xff" * 9999, asking * 20):
+                    nursery.start_soon(attack, data)
+                for _ in range(10):
+                    with trio.fail_after(20):
+                        while not await in_thread(is_up):  # its connection may be the oldest one: then it asks again
+                            await trio.lowlevel.checkpoint()
+            assert descriptors() <= before + HTTP_CONNECTIONS_MAX + 10
+        await until(lambda: descriptors() <= before)
         assert daemon.poll() is None
     assert "bug" not in (short_path / "daemon.log").read_text()
 
