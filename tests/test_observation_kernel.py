@@ -43,7 +43,7 @@ from afxdpd import HTTP_CONNECTIONS_MAX
 
 pytestmark = [pytest.mark.kernel, pytest.mark.kubelet, pytest.mark.program]
 
-HTTP = "127.0.0.1:9100"  # of the tests' own network namespace
+HTTP = "127.0.0.1:9808"  # of the tests' own network namespace
 
 
 def get(page: str) -> tuple[int, str]:
@@ -311,7 +311,7 @@ async def test_daemon_ends_with_4_when_its_address_is_in_use(kernel: Kernel, sho
     make_veth("afa0")
     config = write_config(short_path, pool=["afa0"])
     (short_path / "kubelet" / "device-plugins").mkdir(parents=True)
-    listeners = await trio.open_tcp_listeners(9100, host="127.0.0.1")
+    listeners = await trio.open_tcp_listeners(9808, host="127.0.0.1")
     line = [*PROGRAM, "--config", str(config), *paths_options(short_path), "--http", HTTP]
     result = await trio.run_process(line, capture_stdout=True, capture_stderr=True, check=False)
     for listener in listeners:
