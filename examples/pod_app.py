@@ -3,12 +3,13 @@
 
 It asks afxdpd for the XSKMAP of each of the pod's devices, puts one AF_XDP socket per receive queue into it and counts
 what arrives. Packets of ethertype 0x88B5 that carry ``b"AFXDPQS1"`` and a 64-bit number are also checked for loss.
-It needs Python 3.9 (standard library only), Linux 5.19 on x86_64 or aarch64, CAP_NET_RAW, and 2 MiB of lockable memory
-for each queue. The usual limit of 8 MiB is enough for four; for more queues add CAP_IPC_LOCK or say ``--frames 512``.
+It needs ``afxdpd_client.py`` beside it, Python 3.9 (standard library only), Linux 5.19 on x86_64 or aarch64,
+CAP_NET_RAW, and 2 MiB of lockable memory for each queue. The usual limit of 8 MiB is enough for four; for more queues
+add CAP_IPC_LOCK or say ``--frames 512``.
 
 The order of things is the same for every application:
 
-1. ``UdsClient``: the handshake on the Unix socket that afxdpd mounts into the container.
+1. ``afxdpd_client.Client``: the handshake on the Unix socket that afxdpd mounts into the container.
 2. ``XskSocket``: packet memory and rings, bound to a queue. In the pod: the device must have moved there before.
 3. ``xskmap_update``: from now on the XDP program on the device redirects that queue's packets to the socket.
 4. ``XskSocket.receive`` whenever poll(2) says so. A socket that is closed leaves the map: there is nothing to undo.
@@ -32,12 +33,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from errno import EACCES, EAFNOSUPPORT, EBUSY, ECONNREFUSED, EINVAL, ENOBUFS, ENODEV, ENOENT, ENOMEM, EOPNOTSUPP, EPERM
+from errno import EAFNOSUPPORT, EBUSY, EINVAL, ENOBUFS, ENODEV, ENOMEM, EOPNOTSUPP, EPERM
 from typing import NoReturn
+
+from afxdpd_client import SOCKET_DIR, Client, ClientError, allocated_devices
 
 ETHERTYPE, MAGIC = 0x88B5, b"AFXDPQS1"  # a numbered packet: Ethernet header, MAGIC, number (8 bytes, big endian)
 NUMBERED = struct.Struct("!H8sQ")  # these three, from byte 12 of the packet on
 FRAME_SIZE = 2048  # of which the kernel keeps 256 to itself: longer packets than 1792 bytes are dropped
+VERSION = "0.1"  # of the handshake
 BATCH = 64  # packets that are taken from a ring before their frames go back to the kernel
 
 # linux/if_xdp.h
@@ -59,12 +63,6 @@ MEMLOCK = (
     "the container's securityContext.capabilities, raise the limit (ulimit -l), or use fewer --frames"
 )
 ADVICE = {
-    "connect": {
-        ENOENT: "was the pod given a device (resources.limits afxdp/<pool>), and is its directory mounted?",
-        ECONNREFUSED: "the device plugin is not running on this node: look for its pod there",
-        EACCES: "this user may not write to the socket: compare its owner and mode with runAsUser",
-    },
-    "ask": {0: "is the daemon stuck? See its log"},
     "device": {ENODEV: "its CNI plugin has to move it into this network namespace: see the pod's networks annotation"},
     "socket": {
         EPERM: "add NET_RAW to the container's securityContext.capabilities; unless it runs as root, the program file "
@@ -77,16 +75,6 @@ ADVICE = {
         EOPNOTSUPP: "its driver has no zero-copy mode: leave out --zero-copy",
     },
     "map": {EPERM: "it takes Linux 5.19 (or CAP_BPF), and a seccomp profile that allows bpf(2): not RuntimeDefault"},
-}
-# What to do, by the daemon's reply
-REFUSALS = {
-    "/host_nak": "the daemon says this pod does not own the device: the hostname must be the pod's name; where it is "
-    "not (hostNetwork, spec.hostname), give the pod's name with --hostname",
-    "/error": "the daemon could not find out who owns the device: try again, then see its log",
-    "/fd_nak": "this device was not allocated together with the one whose socket this is: check --device",
-    "/nak": "the daemon does not understand this request: are the values well formed?",
-    "": "the daemon closed the connection: see its log",
-    "/config_busy_poll_nak": "the values were refused, or the kernel is older than 5.11: leave out --busy-poll",
 }
 
 
@@ -107,57 +95,6 @@ def explained(step: str, what: str) -> Iterator[None]:
         advice = ADVICE.get(step, {}).get(exc.errno or 0)
         message = f"cannot {what}: {exc.strerror or exc}" + (f"; {advice}" if advice else "")
         raise PodError(message, exc.errno) from exc
-
-
-# -- The handshake -----------------------------------------------------------------------------------------------------
-
-
-class UdsClient:
-    """A conversation with afxdpd, about all devices that were allocated together with the one whose socket this is.
-
-    Requests and replies are packets of text, one for one; file descriptors travel beside them. Replies come within
-    milliseconds: the timeout only keeps the application from waiting for ever.
-    """
-
-    def __init__(self, path: str, timeout: float = 10) -> None:
-        self.path = path
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock.settimeout(timeout)
-        try:
-            with explained("connect", f"connect to {path}"):
-                self._sock.connect(path)
-        except PodError:
-            self._sock.close()
-            raise
-
-    def ask(self, request: str, wanted: str, fd: int = -1) -> int:
-        """Sends a request, with a borrowed fd or without; returns the fd that came with the reply (yours now), or -1.
-
-        Raises PodError if the reply is not the wanted one.
-        """
-        with explained("ask", f"get an answer to {request} on {self.path}"):
-            socket.send_fds(self._sock, [request.encode()], [] if fd < 0 else [fd])
-            # Room for one fd. (socket.recv_fds() drops its flags: the fd would be inherited by child processes.)
-            data, ancillary, _, _ = self._sock.recvmsg(128, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
-        received = int(struct.unpack("i", ancillary[0][2])[0]) if ancillary else -1
-        reply = data.decode(errors="replace")
-        if reply == wanted:
-            return received
-        if received >= 0:
-            os.close(received)
-        advice = REFUSALS.get(reply, f"{wanted} is expected: is afxdpd of another version than this application?")
-        raise PodError(f"{request} on {self.path} was answered {reply!r}; {advice}")
-
-    def xskmap(self, device: str) -> int:
-        """Returns the fd of the device's XSKMAP; the caller closes it."""
-        fd = self.ask(f"/xsk_map_fd, {device}", "/fd_ack")
-        if fd < 0:
-            raise PodError(f"no XSKMAP came with the reply for {device}: are too many files open (ulimit -n)?")
-        return fd
-
-    def close(self) -> None:
-        """Closes the connection; the maps stay valid."""
-        self._sock.close()
 
 
 # -- The kernel --------------------------------------------------------------------------------------------------------
@@ -370,11 +307,11 @@ def device_groups(names: Sequence[str]) -> list[list[str]]:
     """Returns the devices in groups that one socket answers for: those named, or those of each pool's variable."""
     if names:
         return [list(dict.fromkeys(names))]
-    groups = [value.split() for key, value in sorted(os.environ.items()) if key.startswith("AFXDP_DEVICES_")]
-    if not any(groups):
+    groups = list(allocated_devices().values())
+    if not groups:
         hint = "the device plugin sets AFXDP_DEVICES_<POOL> for a container with resources.limits afxdp/<pool>"
         raise PodError(f"no device: {hint}; elsewhere name it with --device")
-    return [group for group in groups if group]
+    return groups
 
 
 def open_device(device: str, map_fd: int, args: argparse.Namespace, stack: ExitStack) -> list[XskSocket]:
@@ -432,6 +369,15 @@ def summary(xsks: Sequence[XskSocket], tallies: dict[str, Tally], *, as_json: bo
     return (line + ", {other} other; dropped by the kernel: {dropped}").format(**total)
 
 
+def two_numbers(text: str) -> tuple[int, int]:
+    """Parses two numbers with a comma between them. Raises ArgumentTypeError."""
+    try:
+        first, second = text.split(",")
+        return int(first), int(second)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not two numbers, such as 20,64: {text}") from exc
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise PodError(f"{message}; --help shows the options")  # argparse would exit with 2, our "not all arrived"
@@ -443,12 +389,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(description="Receive packets of the pod's AF_XDP devices, and count them.", epilog=status)
     add = parser.add_argument
     add("--device", action="append", metavar="NAME", help="repeatable; default: those in AFXDP_DEVICES_*")
-    add("--socket-dir", default="/tmp/afxdp_dp", metavar="DIR", help="default: %(default)s")  # noqa: S108
+    add("--socket-dir", default=SOCKET_DIR, metavar="DIR", help="default: %(default)s")
     add("--hostname", default=socket.gethostname(), metavar="NAME", help="the pod's name; default: %(default)s")
     frames = [1 << n for n in range(6, 17)]
     add("--frames", type=int, default=1024, choices=frames, metavar="N", help="per queue, of 2 KiB; default: 1024")
     add("--zero-copy", action="store_true", help="have the driver write to the packet memory: few drivers can")
-    add("--busy-poll", metavar="TIMEOUT_US,BUDGET", help="run the driver's receive loop here, such as 20,64")
+    busy_poll = "run the driver's receive loop here, such as 20,64"
+    add("--busy-poll", type=two_numbers, metavar="TIMEOUT_US,BUDGET", help=busy_poll)
     add("--packets", type=int, metavar="N", help="end after N numbered packets, not counting duplicates")
     add("--seconds", type=float, metavar="S", help="end when nothing has arrived for S seconds")
     add("--json", action="store_true", help="print the result as one line of JSON")
@@ -456,25 +403,24 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does it all; returns the exit status. Raises PodError."""
+    """Does it all; returns the exit status. Raises ClientError and PodError."""
     stop: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _frame: stop.append(received))
-    clients: list[UdsClient] = []
+    clients: list[Client] = []
     xsks: list[XskSocket] = []
     with ExitStack() as stack:
         for devices in device_groups(args.device or []):
-            client = UdsClient(os.path.join(args.socket_dir, devices[0], "afxdp.sock"))
-            stack.callback(client.close)
+            client = stack.enter_context(Client(devices[0], socket_dir=args.socket_dir, hostname=args.hostname))
             clients.append(client)
-            client.ask(f"/connect, {args.hostname}", "/host_ok")
-            client.ask("/version", "0.1")
+            if (version := client.version()) != VERSION:
+                raise PodError(f"the daemon speaks version {version} of the handshake, this application {VERSION}")
             for device in devices:
-                map_fd = client.xskmap(device)
+                map_fd = client.xsk_map_fd(device)
                 stack.callback(os.close, map_fd)
                 opened = open_device(device, map_fd, args, stack)
                 for xsk in opened if args.busy_poll else ():  # it takes privileges: the daemon does it for us
-                    client.ask(f"/config_busy_poll, {args.busy_poll}", "/config_busy_poll_ack", xsk.fileno())
+                    client.config_busy_poll(xsk.fileno(), *args.busy_poll)
                 xsks += opened
         tallies = {xsk.device: Tally() for xsk in xsks}
         print(f"ready: {len(xsks)} queues on {' '.join(tallies)}", flush=True)
@@ -482,8 +428,8 @@ def run(args: argparse.Namespace) -> int:
         print(summary(xsks, tallies, as_json=args.json), flush=True)
         for client in clients:
             try:
-                client.ask("/fin", "/fin_ack")
-            except PodError as exc:  # the daemon was restarted meanwhile: no concern of a running application
+                client.fin()
+            except ClientError as exc:  # the daemon was restarted meanwhile: no concern of a running application
                 print(f"warning: {exc}", file=sys.stderr)
     return 0 if done else 2
 
@@ -492,7 +438,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the application; returns its exit status."""
     try:
         return run(parse_args(argv))
-    except PodError as exc:
+    except (ClientError, PodError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1
 

@@ -74,6 +74,12 @@ install_missing() {
         >>"$scratch/log" 2>&1 || show_and_fail "apt-get cannot install $missing"
 }
 
+# What build_single_file.sh needs, for install_missing.
+single_file_needs() {
+    echo ldd:libc-bin musl-gcc:musl-tools zstd:zstd
+    [ -e /usr/include/zstd.h ] || echo zstd.h:libzstd-dev
+}
+
 # Makes the virtual environment $1, unless it is there and works.
 make_venv() {
     if ! runs "$1/bin/python" "$new_enough" || ! runs "$1/bin/python" 'import pip'; then

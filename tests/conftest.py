@@ -14,10 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from pyroute2 import IPRoute, NetlinkError
 
 REQUIRE_KERNEL = os.environ.get("AFXDPD_REQUIRE_KERNEL") == "1"
 """In CI a kernel test that cannot run is a failure."""
+
+FUZZ = int(os.environ.get("AFXDPD_FUZZ", "0"))
+"""How many new inputs each target of test_fuzz.py gets, with a new seed; 0 for the ones it always gets."""
+
+settings.register_profile(
+    "afxdpd", derandomize=not FUZZ, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("afxdpd")  # a test does the same each time, however long it takes
 
 _CLONE_NEWNS, _CLONE_NEWNET = 0x00020000, 0x40000000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000

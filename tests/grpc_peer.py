@@ -6,7 +6,8 @@ Its parent drives it: one JSON object a line on stdin, one JSON reply a line on 
 it exit. Messages are bytes, in hexadecimal, so that it knows no message types.
 
     {"method": "/test.Service/Echo", "request": "0a0161", "pad": 0, "timeout": 10, "times": 1}
-        makes so many unary calls at once, on one connection; the request is followed by "pad" bytes "x"
+        makes so many unary calls at once, on one connection; the request is followed by "pad" bytes "x", and compressed
+        where "compress" is true
         → [{"status": "OK", "text": "", "messages": ["0a0161"]}, …], a call each
     {"method": "/test.Service/Watch", "request": "", "timeout": 10, "read": 2}
         makes a call with a stream of replies and cancels it after so many
@@ -44,7 +45,11 @@ def reply_of(call: Any, *messages: bytes) -> Reply:
 def unary(channel: grpc.Channel, command: Reply, request: bytes) -> list[Reply]:
     """Makes calls at once and waits for all."""
     method: Any = channel.unary_unary(command["method"], passed_on, passed_on)
-    calls = [method.future(request, timeout=command["timeout"]) for _ in range(command.get("times", 1))]
+    compression = grpc.Compression.Gzip if command.get("compress") else None
+    calls = [
+        method.future(request, timeout=command["timeout"], compression=compression)
+        for _ in range(command.get("times", 1))
+    ]
     return [reply_of(call, *([] if call.exception() else [call.result()])) for call in calls]
 
 

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,17 @@ import afxdpd
 
 ROOT = Path(__file__).parents[1]
 RESOURCE = "afxdp/pool"
+CAPABILITIES = {"bpf": 39, "net_admin": 12}
+"""What the daemon needs, and nothing else; see capability.h. examples/kubernetes has the same."""
+CHOWN = {"chown": 0}
+"""What it needs besides where a map's file, or a socket on a file system without ACLs, is to be the pod's user's."""
 PROGRAM = [sys.executable, "-P", "-m", "afxdpd"]  # the installed one, not the checkout's
+
+
+def with_capabilities(names: Iterable[str]) -> list[str]:
+    """A prefix: root with these capabilities, and no way to any other."""
+    capabilities = ",".join(["-all", *(f"+{name}" for name in names)])
+    return ["setpriv", "--bounding-set", capabilities, "--inh-caps", capabilities, "--no-new-privs"]
 
 
 def make_veth(*names: str, queues: int = 1) -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -623,3 +624,91 @@ def test_log_file_is_not_made_when_the_configuration_is_checked(directory: Path)
     result = run(directory, "--check", "--log-dir", str(directory / "logs"), "--bpffs", str(directory))
     assert (result.returncode, result.stderr) == (0, "")
     assert not (directory / "logs").exists()
+
+
+# -- A log that nobody reads -------------------------------------------------------------------------------------------
+
+
+def all_of(fd: int) -> bytes:
+    """Reads a pipe until its end, and closes it."""
+    with open(fd, "rb") as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("count", [500, 30_000])
+def test_log_says_what_is_left_out_when_nobody_reads(count: int, later: bool) -> None:
+    """Who logs never waits for who reads; what there was no room for is counted in its place, the rest in order."""
+    read_end, write_end = os.pipe()
+    output = b""
+    with open(write_end, "w", encoding="ascii") as stream:
+        handler = afxdpd._OutputHandler(stream)
+        record = logging.makeLogRecord({"msg": "%d é" + "x" * 100})
+        for number in range(count):
+            record.args = (number,)
+            handler.emit(record)
+        if later:
+            while handler._size > afxdpd.OUTPUT_MAX // 4:
+                output += os.read(read_end, 1 << 12)
+            record.args = (count,)
+            handler.emit(record)
+        with ThreadPoolExecutor(1) as reader:
+            rest = reader.submit(all_of, read_end)
+            while handler._lines:  # a reader that is alive takes them all
+                handler.flush()
+            handler.close()
+            stream.close()
+            output += rest.result(60)
+    lines = output.decode().splitlines()
+    last = [lines.pop()] if later else []
+    if count == 30_000:
+        notice = lines.pop()
+        assert (1 << 20) - 200 <= sum(len(line) + 1 for line in lines) <= (1 << 20) + (1 << 17)  # some is in the pipe
+        assert notice == f"{count - len(lines)} lines are left out here: nobody has read the log"
+    else:
+        assert len(lines) == count
+    assert lines == [f"{number} \\xe9{'x' * 100}" for number in range(len(lines))]
+    assert last == ([f"{count} \\xe9{'x' * 100}"] if later else [])
+
+
+def test_log_is_written_when_its_file_is_non_blocking() -> None:
+    """Who shares standard output may have made it non-blocking: lines still arrive whole."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with open(write_end, "w", encoding="utf-8") as stream:
+        handler = afxdpd._OutputHandler(stream)
+        for number in range(5000):
+            handler.emit(logging.makeLogRecord({"msg": f"{number}" + "x" * 100}))
+        with ThreadPoolExecutor(1) as reader:
+            output = reader.submit(all_of, read_end)
+            while handler._lines:
+                handler.flush()
+            handler.close()
+            stream.close()
+            assert output.result(60).decode() == "".join(f"{number}{'x' * 100}\n" for number in range(5000))
+
+
+def test_log_goes_on_when_its_reader_has_gone() -> None:
+    """Lines that can never be written are left out, and nothing waits for them."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "w", encoding="utf-8") as stream:
+        handler = afxdpd._OutputHandler(stream)
+        for _ in range(1000):
+            handler.emit(logging.makeLogRecord({"msg": "x"}))
+        while handler._lines:
+            handler.flush()
+        handler.close()
+
+
+@pytest.mark.kernel
+async def test_daemon_goes_on_when_nobody_reads_its_log(kernel: Kernel, directory: Path) -> None:
+    """A full pipe on standard output keeps the daemon neither from serving kubelet nor from ending."""
+    with_keys(directory, **{f"unknown{number}" + "x" * 80: 0 for number in range(20_000)})  # 2 MB of warnings
+    async with running_kubelet(directory / "kubelet") as kubelet, daemon(directory) as process:
+        await kubelet.wait(RESOURCE, streams_open=1)
+        process.process.terminate()
+        assert await process.process.wait() == 0
+        await process.ends()
+    assert process.log.startswith("2")
+    assert "unknown key, ignored" in process.log

@@ -298,6 +298,27 @@ async def test_new_device_stays_as_it_was_made_when_one_of_its_name_died(
         assert "ethtool settings undone" not in log(short_path)
 
 
+async def test_device_of_a_pod_is_kept_when_another_gets_its_name(kernel: Kernel, short_path: Path) -> None:
+    """What only has the name of a pod's device is left alone until that device is no more, and is then offered."""
+    async with node(short_path, ["afa0"], pool("a", "afa0"), constants=SOON_RELEASED) as here:
+        with Pod() as sandbox:
+            before = await give(here, "a", "afa0", "pod-x", sandbox)
+            await in_thread(run, ["ip", "link", "add", "afa0", "up", "type", "veth", "peer", "name", "afz0"])
+            await here.kubelet.pods(OTHERS)
+            lists = (await here.kubelet.state())["lists"]
+            await here.kubelet.wait("afxdp/a", lists=lists + 4, timeout=30)
+            async with pod_under_traffic(here, sandbox, "a", "afa0", "pod-x"):
+                pass
+            assert not xdp_prog_id("afa0")
+            assert "released" not in log(short_path)
+            await here.kubelet.pods(OTHERS, pod("pod-x", {"afxdp/a": ["afa0"]}))
+            assert await here.map_id("a", "afa0", "pod-x") == before
+            await here.kubelet.pods(OTHERS)
+        await logs(short_path, "afa0: released: ")
+        await here.kubelet.wait("afxdp/a", devices={"afa0": "Healthy"})
+        await until(lambda: xdp_prog_id("afa0"))
+
+
 async def test_raw_device_stays_its_pods_when_its_pool_has_a_socket_after_a_restart(
     kernel: Kernel, short_path: Path
 ) -> None:

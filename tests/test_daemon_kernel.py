@@ -19,6 +19,7 @@ from conftest import Kernel, open_fds
 from kubelet import Kubelet, KubeletError, pod, running_kubelet
 from pyroute2 import IPRoute
 from support import (
+    CAPABILITIES,
     RESOURCE,
     Client,
     Pod,
@@ -31,6 +32,7 @@ from support import (
     map_id,
     running_daemon,
     send_packets,
+    with_capabilities,
     write_config,
     xdp_prog_id,
 )
@@ -454,12 +456,11 @@ async def test_two_capabilities_suffice_when_the_daemon_runs_as_root(kernel: Ker
     make_veth("afa0")
     config = write_config(short_path, pool=["afa0"])
     async with running_kubelet(short_path / "kubelet") as kubelet:
-        capabilities = "-all,+bpf,+net_admin"
-        prefix = ["setpriv", "--bounding-set", capabilities, "--inh-caps", capabilities]
-        with daemon_process(config, short_path, prefix=prefix) as daemon:
+        with daemon_process(config, short_path, prefix=with_capabilities(CAPABILITIES)) as daemon:
             await kubelet.wait(RESOURCE, healthy=1)
             status = Path(f"/proc/{daemon.pid}/status").read_text()
-            assert f"CapEff:\t{1 << 39 | 1 << 12:016x}" in status
+            mask = sum(1 << number for number in CAPABILITIES.values())
+            assert f"CapEff:\t{mask:016x}" in status
             await kubelet.allocate(RESOURCE, ["afa0"])
             await kubelet.pods(pod("pod-x", {RESOURCE: ["afa0"]}))
             first = await in_thread(get_map_id, uds(short_path, "afa0"), "pod-x", "afa0")

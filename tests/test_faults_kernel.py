@@ -248,6 +248,18 @@ async def test_pod_may_connect_when_an_ended_one_is_listed_beside_it(kernel: Ker
                 await kubelet.wait(RESOURCE, lists=(await kubelet.state())["lists"] + 1, timeout=12)
 
 
+async def test_pod_may_connect_when_the_last_one_was_still_listed(kernel: Kernel, short_path: Path) -> None:
+    """Who is not the pod that kubelet has listed after Allocate is refused only when kubelet says so once more."""
+    async with node(short_path, "afa0") as kubelet:
+        await kubelet.pods(pod("old", {RESOURCE: ["afa0"]}))
+        await kubelet.allocate(RESOURCE, ["afa0"])
+        assert await in_thread(get_map_id, uds(short_path, "afa0"), "old", "afa0")
+        await kubelet.pods(pod("new", {RESOURCE: ["afa0"]}))
+        assert await in_thread(get_map_id, uds(short_path, "afa0"), "new", "afa0")
+        with Client(uds(short_path, "afa0")) as client:
+            assert (await in_thread(client.ask, b"/connect,old"))[0] == b"/host_nak"
+
+
 async def test_pod_may_connect_when_kubelet_refuses_a_question(kernel: Kernel, short_path: Path) -> None:
     """One refused List is asked again; the pod only waits a moment."""
     async with node(short_path, "afa0") as kubelet:

@@ -9,10 +9,13 @@ import gc
 import json
 import logging
 import os
+import re
 import socket
 import struct
 import subprocess
 import sys
+import tracemalloc
+import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +37,7 @@ from hypothesis import strategies as st
 import afxdpd
 from afxdpd import GrpcServer, Method, RequestError, RpcError, call_unix, open_unix_listener, refuse_busy
 from afxdpd_proto import deviceplugin_pb2 as api
+from afxdpd_proto import podresources_pb2 as podresources
 
 SERVICE = "test.Service"
 MESSAGE_MAX = 4 << 20
@@ -194,16 +198,18 @@ def listen(path: Path) -> trio.SocketListener:
 @asynccontextmanager
 async def serving(path: Path, server: GrpcServer) -> AsyncIterator[None]:
     """Serves on a Unix socket, and cancels the server at the end."""
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             await nursery.start(server.serve_unix, listen(path))
             yield
             nursery.cancel_scope.cancel()
 
 
-async def call(stream: trio.abc.Stream, method: str, request: Message) -> Message | RpcError:
+async def call(
+    stream: trio.abc.Stream, method: str, request: Message, reply_max: int = MESSAGE_MAX
+) -> Message | RpcError:
     """Makes a call with our own client; it closes the stream."""
-    return await afxdpd._call_once(stream, f"{SERVICE}/{method}", request, Text, 10.0)
+    return await afxdpd._call_once(stream, f"{SERVICE}/{method}", request, Text, 10.0, reply_max)
 
 
 async def call_in_memory(server: GrpcServer, method: str, request: Message) -> Message | RpcError:
@@ -727,6 +733,22 @@ async def test_connection_goes_on_when_data_comes_after_the_answer(service: Serv
                 await client.still_works()
 
 
+@pytest.mark.parametrize("more", [0, 1, 3])
+@pytest.mark.parametrize(("kind", "content"), [(WINDOW_UPDATE, b"\0\0\1\0"), (RST_STREAM, bytes(4)), (2, bytes(5))])
+async def test_connection_goes_on_when_something_comes_after_the_end(
+    kind: int, content: bytes, more: int, service: Service
+) -> None:
+    """A window, a reset and a priority may come for a call that has ended, also when there were others since."""
+    async with http2_client(service.server()) as client:
+        stream_id = client.request("Echo")
+        await client.flush()
+        await client.answer(stream_id)
+        for _ in range(more):
+            await client.still_works()
+        await client.flush(frame(kind, 0, stream_id, content))
+        await client.still_works()
+
+
 async def test_nothing_is_logged_when_the_peer_says_goodbye(service: Service) -> None:
     """A stream that has something to send after GOAWAY, as kubelet ends its connections, is no bug to be logged."""
     async with http2_client(service.server()) as client:
@@ -964,6 +986,7 @@ GOOD_HEADERS = {
     ":method": "POST",
     ":scheme": "http",
     ":path": f"/{SERVICE}/Echo",
+    ":authority": "localhost",
     "te": "trailers",
     "content-type": "application/grpc",
 }
@@ -1107,6 +1130,348 @@ async def test_others_are_served_when_a_client_sends_anything(start: bytes, piec
     await endure(Service(), *([start + b"".join(pieces)] if at_once else [start, *pieces]))
 
 
+# -- What a peer can make us keep or compute ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dropped(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Returns why connections have been dropped."""
+    caplog.set_level(logging.DEBUG, "afxdpd")
+    head = "gRPC: connection dropped: "
+    return lambda: [text.removeprefix(head) for text in caplog.messages if text.startswith(head)]
+
+
+def raw_connections() -> list[afxdpd._Connection]:
+    """What there is of HTTP/2 connections in this process."""
+    return [each for each in gc.get_objects() if isinstance(each, afxdpd._Connection)]
+
+
+async def flood(stream: trio.abc.Stream, data: bytes, times: int) -> int:
+    """Sends data again and again while the server lets it happen; returns how often."""
+    for number in range(times):
+        try:
+            await stream.send_all(data)
+        except trio.BrokenResourceError:
+            return number
+    return times
+
+
+HEADERS_BLOCKS = {
+    "one long number": (b"\0\x7f" + b"\xff" * 900_000, r"bytes of headers"),
+    "many small ones": (b"\0\1x\1y" * 10_000, r"bytes of headers"),
+    "one that unpacks to many": (b"\x40\1x\x7f\xa1\x1e" + b"y" * 4000 + b"\xbe" * 50, r"header list larger than 8192"),
+}
+
+
+@pytest.mark.parametrize(("block", "reason"), HEADERS_BLOCKS.values(), ids=HEADERS_BLOCKS)
+async def test_headers_are_not_decoded_when_they_are_too_large(
+    block: bytes, reason: str, service: Service, dropped: Callable[[], list[str]]
+) -> None:
+    """Headers that are larger than 8 KiB, packed or unpacked, end their connection before time is spent on them."""
+    pieces = [block[start : start + (1 << 14)] for start in range(0, len(block), 1 << 14)]
+    frames_ = [frame(CONTINUATION if number else HEADERS, 0, 1, piece) for number, piece in enumerate(pieces)]
+    async with connection(service.server()) as stream:
+        await stream.send_all(HELLO + b"".join(frames_) + frame(CONTINUATION, 4, 1, b""))
+        while await stream.receive_some():
+            pass
+    (why,) = dropped()
+    assert re.search(reason, why)
+
+
+async def test_connection_ends_when_headers_go_on_and_on(service: Service, dropped: Callable[[], list[str]]) -> None:
+    """No more than 64 frames of one call's headers are waited for."""
+    async with connection(service.server()) as stream:
+        await stream.send_all(HELLO + frame(HEADERS, 0, 1, b""))
+        await flood(stream, frame(CONTINUATION, 0, 1, b""), 100)
+        while await stream.receive_some():
+            pass
+    assert "Too many continuation frames" in dropped()[0]
+
+
+async def test_settings_say_what_is_taken_when_a_connection_begins(service: Service) -> None:
+    """A client is told the sizes of frames, headers, calls and unfinished messages."""
+    async with http2_client(service.server()) as client:
+        await client.still_works()
+        settings = client.h2.remote_settings
+        assert settings.max_frame_size == 1 << 14
+        assert settings.max_header_list_size == 1 << 13
+        assert settings.max_concurrent_streams == 100
+        assert settings.initial_window_size >= MESSAGE_MAX + 5
+        assert client.h2.outbound_flow_control_window <= 16 << 20
+
+
+async def test_connection_ends_when_a_frame_begins_that_is_too_large(
+    service: Service, dropped: Callable[[], list[str]]
+) -> None:
+    """A frame of more than 16 KiB is refused at its head, before there is a byte to be kept."""
+    async with connection(service.server()) as stream:
+        await stream.send_all(HELLO + frame(DATA, 0, 1, bytes((1 << 14) + 1))[:9])
+        while await stream.receive_some():
+            pass
+    assert "a frame that is too large" in dropped()[0]
+
+
+async def test_connection_ends_when_settings_have_no_end(service: Service, dropped: Callable[[], list[str]]) -> None:
+    """A client cannot have kept what it invents as settings."""
+    async with connection(service.server()) as stream:
+        kinds = b"".join(struct.pack(">HI", kind, 1) for kind in range(100, 200))
+        await stream.send_all(HELLO + frame(SETTINGS, 0, 0, kinds))
+        while await stream.receive_some():
+            pass
+    assert "too many settings" in dropped()[0]
+
+
+async def test_table_of_headers_stays_small_when_the_client_allows_more(service: Service) -> None:
+    """A client that lets our headers refer to gigabytes of earlier ones is not taken at its word."""
+    async with http2_client(service.server()) as client:
+        client.h2.update_settings({h2.settings.SettingCodes.HEADER_TABLE_SIZE: 1 << 31})
+        await client.flush()
+        for number in range(50):
+            name = f"/{SERVICE}/{number}" + "x" * 500
+            assert (await client.ask("", path=name)).status == UNIMPLEMENTED
+        encoder = raw_connections()[0].h2_connection.encoder
+        assert encoder.header_table_size <= 4096
+        await client.still_works()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "snappy", "magic", ""])
+async def test_call_is_unimplemented_when_its_message_is_compressed(encoding: str, service: Service) -> None:
+    """A compressed message is refused and not inflated, whatever it would become; its connection goes on."""
+    bomb = zlib.compress(bytes(100 << 20))
+    async with http2_client(service.server()) as client:
+        stream_id = client.headers("Echo", grpc_encoding=encoding)
+        content = struct.pack(">BI", 1, len(bomb)) + bomb
+        client.h2.increment_flow_control_window(1 << 20)
+        await client.flush()
+        for start in range(0, len(content), 1 << 14):
+            await client.flush(frame(DATA, 0, stream_id, content[start : start + (1 << 14)]))
+        answer = await client.answer(stream_id)
+        assert (answer.status, answer.text) == (UNIMPLEMENTED, "Echo%3A%20messages%20must%20not%20be%20compressed")
+
+
+async def test_call_is_unimplemented_when_grpcio_compresses(service: Service, short_path: Path) -> None:
+    """A client that compresses without being asked to is told that it must not."""
+    path = short_path / "s.sock"
+    async with serving(path, service.server()), grpcio(path) as peer:
+        assert await peer.statuses("Echo", text("x" * 10_000), compress=True) == {"UNIMPLEMENTED"}
+        assert await peer.statuses("Echo", text("x" * 10_000)) == {"OK"}
+
+
+async def test_window_is_given_back_when_calls_end_unfinished(service: Service) -> None:
+    """Calls that end in the middle of a message, in whatever way, do not use up their connection's window."""
+    async with http2_client(service.server()) as client:
+        await client.still_works()
+        for number in range(60):
+            stream_id = client.headers("Echo" if number % 2 else "None")
+            client.h2.send_data(stream_id, struct.pack(">BI", 0, 1 << 20))
+            for _ in range(40):
+                client.h2.send_data(stream_id, bytes(1 << 14))  # raises when there is no window
+            await client.flush()
+            if number % 2:
+                client.h2.reset_stream(stream_id)
+            else:
+                client.h2.end_stream(stream_id)
+            await client.still_works()
+
+
+async def test_connection_ends_when_unfinished_messages_exceed_its_window(
+    service: Service, short_path: Path, dropped: Callable[[], list[str]]
+) -> None:
+    """Unfinished messages of all calls together are kept up to 16 MiB, and not from a client that ignores that."""
+    path = short_path / "s.sock"
+    async with serving(path, service.server()), await trio.open_unix_socket(os.fspath(path)) as stream:
+        await stream.send_all(HELLO)
+        for number in range(1, 21, 2):
+            await stream.send_all(frame(HEADERS, 4, number, hpack(*GOOD_HEADERS.items())))
+            await stream.send_all(frame(DATA, 0, number, struct.pack(">BI", 0, MESSAGE_MAX)))
+        pieces = b"".join(frame(DATA, 0, number, bytes(1 << 14)) for number in range(1, 21, 2))
+        assert (await flood(stream, pieces, 200)) * len(pieces) < 18 << 20  # some is in the socket
+    assert "FlowControlError" in dropped()[0]
+
+
+@contextmanager
+def kept_at_most(size: int) -> Iterator[None]:
+    """Checks how many bytes of memory are left allocated by the block."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        yield
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < size
+    finally:
+        tracemalloc.stop()
+
+
+async def test_message_needs_its_length_when_it_comes_in_small_pieces(service: Service) -> None:
+    """10,000 bytes in as many frames, and as many empty frames, need no more memory than in one piece."""
+    async with http2_client(service.server()) as client:
+        await client.still_works()
+        client.headers("Echo")
+        await client.flush(frame(DATA, 0, 3, struct.pack(">BI", 0, 1 << 20)))
+        await trio.testing.wait_all_tasks_blocked()
+        with kept_at_most(1 << 19):
+            for _ in range(10):
+                await client.stream.send_all((frame(DATA, 0, 3, b"x") + frame(DATA, 0, 3, b"")) * 1000)
+                await trio.testing.wait_all_tasks_blocked()
+        client.h2.reset_stream(3)
+        await client.still_works()
+
+
+@asynccontextmanager
+async def greedy_client(path: Path) -> AsyncIterator[Http2Client]:
+    """A client on a Unix socket that has given the server all the window there is."""
+    async with await trio.open_unix_socket(os.fspath(path)) as stream:
+        client = Http2Client(stream)
+        client.h2.increment_flow_control_window((1 << 31) - 1 - 65_535)
+        client.h2.update_settings(
+            {
+                h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: (1 << 31) - 1,
+                h2.settings.SettingCodes.MAX_FRAME_SIZE: (1 << 24) - 1,
+            }
+        )
+        await client.still_works()
+        yield client
+
+
+async def test_answers_wait_when_the_client_does_not_read(service: Service, short_path: Path) -> None:
+    """What waits to be sent to a client that does not read stays bounded; all of it arrives when it does."""
+    path = short_path / "s.sock"
+    async with serving(path, service.server()), greedy_client(path) as client:
+        size = 3 << 20
+        calls = [client.request("Big", text(str(size))) for _ in range(20)]
+        await client.flush()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        (its,) = (each for each in raw_connections() if not each.config.client_side)
+        assert (1 << 20) < its.unsent < (1 << 20) + (1 << 16)
+        for stream_id in calls:
+            answer = await client.answer(stream_id)
+            assert (answer.status, [len(each) for each in answer.messages]) == (OK, [size])
+
+
+async def test_connection_ends_when_its_client_asks_and_never_reads(
+    service: Service, short_path: Path, dropped: Callable[[], list[str]]
+) -> None:
+    """A client that has answers made by the megabyte and reads none is dropped; others are served meanwhile."""
+    path = short_path / "s.sock"
+    server = service.server()
+    async with serving(path, server), greedy_client(path) as other, greedy_client(path) as client:
+        data = frame(PING, 0, 0, bytes(8)) * 1000
+        assert await flood(client.stream, data, 50) == 50
+        await other.still_works()
+        assert await flood(client.stream, data, 1000) < 1000
+        await other.still_works()
+        while server.connections > 1:
+            await other.still_works()
+    assert "the peer does not read" in dropped()[0]
+
+
+async def test_calls_are_bounded_when_their_client_never_reads(
+    service: Service, short_path: Path, dropped: Callable[[], list[str]]
+) -> None:
+    """A client that makes calls and does not read how they end has no more than 200 of them kept."""
+    path = short_path / "s.sock"
+    server = service.server()
+    async with serving(path, server), greedy_client(path) as other, greedy_client(path) as client:
+        before = trio.lowlevel.current_statistics().tasks_living
+        most = before
+
+        def look() -> None:
+            nonlocal most
+            most = max(most, trio.lowlevel.current_statistics().tasks_living)
+
+        client.request("Big", text(str(MESSAGE_MAX)))
+        await client.flush()
+        with contextlib.suppress(trio.BrokenResourceError):
+            for _ in range(1000):
+                client.request("None")
+                client.h2.streams.clear()  # it does not wait for answers
+                await client.flush()
+                await trio.lowlevel.checkpoint()
+                look()
+        await other.still_works()
+        while server.connections > 1:
+            await other.still_works()
+        assert 200 <= most - before < 220
+    assert "too many calls" in dropped()[0]
+
+
+async def test_calls_keep_two_messages_when_more_are_sent(service: Service, short_path: Path) -> None:
+    """Of the messages of a call no more are kept than it takes to see that they are too many."""
+    path = short_path / "s.sock"
+    async with serving(path, service.server()), greedy_client(path) as client:
+        client.request("Big", text(str(MESSAGE_MAX)))  # which is not read: no call gets on
+        await client.flush()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        stream_id = client.headers("Echo")
+        await client.flush()
+        with kept_at_most(2 << 20):
+            for _ in range(10):
+                await client.stream.send_all(frame(DATA, 0, stream_id, NOTHING * 3000))
+            await trio.testing.wait_all_tasks_blocked(0.05)
+        assert (await client.answer(stream_id)).status == INVALID_ARGUMENT
+        await client.still_works()
+
+
+# -- Many connections --------------------------------------------------------------------------------------------------
+
+
+async def test_kubelet_is_served_when_connections_flood_the_socket(service: Service, short_path: Path) -> None:
+    """1,000 idle connections displace each other, and neither the one that has a call nor one that makes a call."""
+    path = short_path / "s.sock"
+    server = service.server()
+    async with serving(path, server), greedy_client(path) as kubelet, contextlib.AsyncExitStack() as stack:
+        watch = kubelet.request("Watch")
+        await kubelet.flush()
+        await kubelet.message(watch)
+        for number in range(1000):
+            stream = await stack.enter_async_context(await trio.open_unix_socket(os.fspath(path)))
+            await stream.send_all(HELLO[: number % 40])
+            assert server.connections <= 32
+            if number % 100 == 0:
+                assert await call_unix(path, f"{SERVICE}/Echo", text("a"), Text, timeout=10) == text("a")
+        service.announce(text("second"))
+        assert await kubelet.message(watch, 1) == text("second").SerializeToString()
+        await kubelet.still_works()
+
+
+async def test_connection_is_refused_when_all_others_have_calls(service: Service, short_path: Path) -> None:
+    """Where each of 32 connections has a call, a further one is closed; when one has ended, there is room."""
+    path = short_path / "s.sock"
+    server = service.server()
+    async with serving(path, server), contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(greedy_client(path)) for _ in range(32)]
+        for client in clients:
+            client.request("Watch")
+            await client.flush()
+        await service.until(running=32)
+        with pytest.raises(RpcError, match=r"^UNAVAILABLE: "):
+            await call_unix(path, f"{SERVICE}/Echo", text(), Text, timeout=10)
+        assert server.connections == 32
+        await clients[0].still_works()
+        await clients[1].stream.aclose()
+        await service.until(running=31)
+        while server.connections == 32:
+            await clients[0].still_works()
+        assert await call_unix(path, f"{SERVICE}/Echo", text(), Text, timeout=10) == text()
+        for client in clients[2:]:
+            await client.still_works()
+
+
+async def test_connection_counts_as_idle_when_its_calls_have_ended(service: Service, short_path: Path) -> None:
+    """A connection whose calls have all ended makes room for others."""
+    path = short_path / "s.sock"
+    server = service.server()
+    async with serving(path, server), greedy_client(path) as first, contextlib.AsyncExitStack() as stack:
+        for _ in range(31):
+            client = await stack.enter_async_context(greedy_client(path))
+            client.request("Watch")
+            await client.flush()
+        await service.until(running=31)
+        await first.still_works()
+        assert await call_unix(path, f"{SERVICE}/Echo", text(), Text, timeout=10) == text()
+        await first.until_closed()
+
+
 # -- Our client, and servers that do not answer ------------------------------------------------------------------------
 
 
@@ -1243,7 +1608,7 @@ A = text("a").SerializeToString()
 MESSAGE_A = frame(DATA, 0, 1, struct.pack(">BI", 0, len(A)) + A)
 
 
-async def answer_with(*pieces: bytes) -> Message | RpcError:
+async def answer_with(*pieces: bytes, reply_max: int = MESSAGE_MAX) -> Message | RpcError:
     """Makes a call to a server that sends these pieces and closes the connection."""
     mine, its = trio.testing.memory_stream_pair()
 
@@ -1258,7 +1623,7 @@ async def answer_with(*pieces: bytes) -> Message | RpcError:
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(serve)
-            return await call(mine, "Echo", text())
+            return await call(mine, "Echo", text(), reply_max)
     raise AssertionError
 
 
@@ -1289,7 +1654,6 @@ UNUSABLE = {
         frame(DATA, 0, 1, b"\0\0\0\0\x01\xff"),
         TRAILERS,
     ],
-    "too large": [HELLO[len(PREFACE) :], ANSWER_HEADERS, frame(DATA, 0, 1, b"\0\xff\xff\xff\xff")],
     "reset": [HELLO[len(PREFACE) :], frame(RST_STREAM, 0, 1, bytes(4))],
     "error of http": [HELLO[len(PREFACE) :], frame(HEADERS, 5, 1, hpack((":status", "503")))],
     "another stream": [HELLO[len(PREFACE) :], frame(HEADERS, 5, 3, REFUSED)],
@@ -1304,6 +1668,61 @@ async def test_call_fails_when_the_answer_cannot_be_used(at_once: bool, pieces: 
     outcome = await answer_with(*([b"".join(pieces)] if at_once else pieces))
     assert isinstance(outcome, RpcError)
     assert outcome.status == "UNAVAILABLE"
+
+
+def large_reply(message: Message) -> list[bytes]:
+    """What a server sends to reply with a large message."""
+    content = message.SerializeToString()
+    content = struct.pack(">BI", 0, len(content)) + content
+    frames_ = [frame(DATA, 0, 1, content[start : start + (1 << 14)]) for start in range(0, len(content), 1 << 14)]
+    return [HELLO[len(PREFACE) :], ANSWER_HEADERS, b"".join(frames_), TRAILERS]
+
+
+async def test_call_fails_when_the_reply_is_larger_than_wanted() -> None:
+    """A reply may be as large as the caller says, 4 MiB where it says nothing; beyond, the error has both sizes."""
+    pieces = large_reply(padded(MESSAGE_MAX + 1))
+    assert await answer_with(*pieces, reply_max=MESSAGE_MAX + 1) == padded(MESSAGE_MAX + 1)
+    for more in ({}, {"reply_max": MESSAGE_MAX}):
+        assert str(await answer_with(*pieces, **more)) == (
+            "RESOURCE_EXHAUSTED: test.Service/Echo: a message of 4194305 bytes, 4194304 are allowed"
+        )
+    assert str(await answer_with(*large_reply(text("x" * 99)), reply_max=100)) == (
+        "RESOURCE_EXHAUSTED: test.Service/Echo: a message of 101 bytes, 100 are allowed"
+    )
+
+
+async def test_call_fails_when_the_reply_is_compressed() -> None:
+    """Our client does not say that it takes compressed messages, and inflates none."""
+    bomb = zlib.compress(bytes(1 << 20))
+    answer = frame(DATA, 0, 1, struct.pack(">BI", 1, len(bomb)) + bomb)
+    assert str(await answer_with(HELLO[len(PREFACE) :], ANSWER_HEADERS, answer, TRAILERS)) == (
+        "INTERNAL: test.Service/Echo: messages must not be compressed"
+    )
+
+
+async def test_pod_resources_are_read_when_there_are_tens_of_thousands_of_pods(short_path: Path) -> None:
+    """kubelet's list of pods may be larger than other messages."""
+    pods = podresources.ListPodResourcesResponse()
+    for number in range(40_000):
+        container = pods.pod_resources.add(name=f"pod-{number}" + "x" * 50, namespace="n" * 30).containers.add(name="c")
+        container.devices.add(resource_name="afxdp/pool", device_ids=[f"veth{number}"])
+    assert pods.ByteSize() > MESSAGE_MAX
+
+    async def serve(stream: trio.abc.Stream) -> None:
+        async with stream:
+            await stream.receive_some()
+            await stream.send_all(b"".join(large_reply(pods)))
+            while await stream.receive_some():
+                pass
+
+    path = short_path / "s.sock"
+    async with trio.open_nursery() as nursery:
+        await nursery.start(trio.serve_listeners, serve, [listen(path)])
+        kubelet = afxdpd.PodResources(path)
+        nursery.start_soon(kubelet.run)
+        with trio.fail_after(20):
+            assert len((await kubelet.ask()).owners) == 40_000
+        nursery.cancel_scope.cancel()
 
 
 @settings(max_examples=50, deadline=None)

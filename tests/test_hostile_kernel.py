@@ -27,12 +27,14 @@ import trio
 from conftest import Kernel
 from kubelet import KubeletError, pod, running_kubelet
 from support import (
+    CAPABILITIES,
     Client,
     Pod,
     daemon_process,
     get_map_id,
     in_thread,
     make_veth,
+    with_capabilities,
 )
 from test_cni_kernel import OTHERS, log, logs
 from test_daemon_kernel import PINS, kill, until
@@ -561,11 +563,8 @@ async def test_pods_are_served_when_kubelets_sockets_answer_nonsense(kernel: Ker
 
 # -- Capabilities and files --------------------------------------------------------------------------------------------
 
-CAPABILITIES = {"bpf": 39, "net_admin": 12}
-"""What the README names, but for CAP_CHOWN, of which test_options_kernel is in charge; see capability.h."""
-WITH_CAPABILITIES = "-all," + ",".join(f"+{name}" for name in CAPABILITIES)
-PRIVILEGE = ["setpriv", "--bounding-set", WITH_CAPABILITIES, "--inh-caps", WITH_CAPABILITIES, "--no-new-privs"]
-"""A prefix: root with these capabilities, and no way to any other."""
+PRIVILEGE = with_capabilities(CAPABILITIES)
+"""What the README names, but for CAP_CHOWN, of which test_options_kernel is in charge."""
 
 
 @pytest.mark.parametrize(

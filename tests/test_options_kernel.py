@@ -19,6 +19,8 @@ import trio
 from conftest import Kernel
 from kubelet import Kubelet, KubeletError, Reply, pod, running_kubelet
 from support import (
+    CAPABILITIES,
+    CHOWN,
     RESOURCE,
     ROOT,
     Client,
@@ -30,6 +32,7 @@ from support import (
     make_veth,
     paths,
     send_packets,
+    with_capabilities,
     xdp_prog_id,
 )
 from test_daemon_kernel import PINS, attach_by_netlink, delete_entry, ip, kill, uds, until
@@ -429,8 +432,7 @@ async def test_pods_user_is_let_in_when_the_daemon_has_three_capabilities(
     """With CAP_BPF, CAP_NET_ADMIN and CAP_CHOWN the pod's user gets socket and file, from the next daemon the same."""
     make_veth("afa0")
     config = configure(short_path, {**named("afa0"), "uid": 1500, "bpfMapPinningEnable": True})
-    capabilities = "-all,+bpf,+net_admin,+chown"
-    prefix = ["setpriv", "--bounding-set", capabilities, "--inh-caps", capabilities]
+    prefix = with_capabilities([*CAPABILITIES, *CHOWN])
     maps = []
     with nullcontext() if acls else without_acls(short_path / "uds"), Pod() as sandbox:
         async with running_kubelet(short_path / "kubelet") as kubelet:

@@ -1,0 +1,172 @@
+"""What netlink says of the devices, compared with what ip(8) makes of the same, on the real kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import trio
+from conftest import Kernel
+from support import Pod, make_veth
+from test_daemon_kernel import until
+
+import afxdpd
+from _uds import lib
+
+pytestmark = pytest.mark.kernel
+
+PLAYGROUND = """
+link add afb0 type bridge
+link add afv0 numrxqueues 3 numtxqueues 2 type veth peer name afv1
+link set afv1 master afb0
+link add link afv0 name afv0.7 type macvlan
+link add afd0 type bridge
+link add afd1 type bridge
+link add afd2 type bridge
+link add afd3 address 02:00:00:AB:CD:EF type bridge
+link set afb0 up
+link set afv0 up
+link set afv1 up
+link set afd0 up
+link set afd1 up
+link set afd2 up
+address add 10.9.0.1/24 dev afd0
+address add 10.9.1.1/24 dev afd1
+address add fd00:9::1/64 dev afd2
+route add default via 10.9.0.2 dev afd0 table 77
+"""
+"""Devices of many kinds; afd2 is addressed by IPv6 alone, afd0 carries the default route of another table."""
+
+
+def ip_batch(commands: str) -> None:
+    """Runs the commands of ip(8), a line each."""
+    subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True, timeout=60)
+
+
+def ip_json(*command: str) -> list[dict[str, Any]]:
+    """What ip(8) says, as JSON."""
+    said = subprocess.run(["ip", "-json", "-details", *command], check=True, capture_output=True, timeout=60).stdout
+    return list(json.loads(said or b"[]"))
+
+
+def default_devices() -> Iterator[str]:
+    """The devices that default routes of any table leave through, as ip(8) says."""
+    for family in ("-4", "-6"):
+        for route in ip_json(family, "route", "show", "table", "all", "default"):
+            yield from filter(None, [route.get("dev"), *(hop["dev"] for hop in route.get("nexthops", ()))])
+
+
+def assert_agrees() -> dict[str, afxdpd.NetDevice]:
+    """Our devices are those of ip(8) in all that both show; returns ours."""
+    ours = afxdpd.Network().devices()
+    theirs = {link["ifname"]: link for link in ip_json("address")}
+    ways_out = set(default_devices())
+    assert ours.keys() == theirs.keys()
+    for name, device in ours.items():
+        link = theirs[name]
+        assert device.name == name
+        assert device.ifindex == link["ifindex"]
+        assert device.mac == link.get("address", "")
+        assert device.queues == link["num_rx_queues"]
+        assert device.driver == link.get("linkinfo", {}).get("info_kind", "")
+        assert device.master == (theirs[link["master"]]["ifindex"] if "master" in link else 0)
+        assert device.peer_elsewhere == ("link_netnsid" in link)
+        addresses = [address for address in link["addr_info"] if address["scope"] != "link"]
+        assert device.addressed == bool(addresses)
+        assert device.default_route == (name in ways_out)
+        assert device.xdp_prog_id == link.get("xdp", {}).get("prog", {}).get("id", 0)
+    return ours
+
+
+def test_devices_are_those_of_ip_when_there_are_many_kinds(kernel: Kernel) -> None:
+    """Names, numbers, addresses, masters, kinds, queues and default routes are what ip(8) shows."""
+    ip_batch(PLAYGROUND)
+    ours = assert_agrees()
+    assert ours["lo"].addressed
+    assert [name for name, device in ours.items() if device.default_route] == ["afd0"]
+    assert ours["afv0"].queues == 3
+    assert ours["afd3"].mac == "02:00:00:ab:cd:ef"
+    assert ours["afd2"].addressed, "by IPv6"
+    assert not ours["afv0"].addressed, "a link-local address of IPv6 does not count"
+    ip_batch("route add default nexthop via 10.9.0.2 dev afd0 nexthop via 10.9.1.2 dev afd1\n")
+    subprocess.run(
+        ["ip", "-6", "route", "add", "default", "via", "fd00:9::2", "dev", "afd2", "table", "78"], check=True
+    )
+    ours = assert_agrees()
+    assert {name for name, device in ours.items() if device.default_route} == {"afd0", "afd1", "afd2"}
+
+
+def test_devices_are_those_of_ip_when_one_end_is_elsewhere(kernel: Kernel) -> None:
+    """A pair whose other end is with a pod is told from one that is here with both."""
+    make_veth("afa0", "afa1")
+    with Pod() as pod:
+        pod.take("afa0")
+        ours = assert_agrees()
+        assert ours["afa0p"].peer_elsewhere
+        assert not ours["afa1p"].peer_elsewhere
+
+
+@pytest.mark.parametrize("generic", [0, 1])
+def test_devices_are_those_of_ip_when_a_program_is_attached(kernel: Kernel, generic: int) -> None:
+    """The id of a program is what ip(8) shows, and its mode is told."""
+    make_veth("afa0")
+    xdp = afxdpd.Xdp()
+    xskmap, program = xdp._load(1)
+    with xskmap, program:
+        index = afxdpd.Network().devices()["afa0"].ifindex
+        with afxdpd.Fd(lib.uds_xdp_link_create(program.fileno(), index, generic)):
+            ours = assert_agrees()
+            assert ours["afa0"].xdp_prog_id
+            assert ours["afa0"].xdp_mode == ("native", "generic")[generic]
+        assert ours["afa0"] == dataclasses.replace(
+            afxdpd.Network().device(index), xdp_mode=ours["afa0"].xdp_mode, xdp_prog_id=ours["afa0"].xdp_prog_id
+        )
+
+
+def test_device_is_refused_when_there_is_none(kernel: Kernel) -> None:
+    """To ask for an ifindex that nothing has is ENODEV."""
+    with pytest.raises(OSError, match="No such device") as caught:
+        afxdpd.Network().device(99_999)
+    assert caught.value.errno == errno.ENODEV
+
+
+async def test_snapshots_end_with_all_when_many_devices_come_at_once(kernel: Kernel) -> None:
+    """However many changes are told together, the last snapshot has every one of them."""
+    names = [f"afm{number}" for number in range(100)]
+    snapshots = 0
+    async with trio.open_nursery() as nursery:
+        async with aclosing(afxdpd.Network().watch_devices()) as devices:
+            await anext(devices)
+            batch = "".join(f"link add {name} type bridge\n" for name in names)
+            nursery.start_soon(trio.to_thread.run_sync, ip_batch, batch)
+            with trio.fail_after(60):
+                async for snapshot in devices:
+                    snapshots += 1
+                    if snapshot.keys() >= set(names):
+                        break
+        assert 1 <= snapshots <= 2 * len(names)
+        batch = "".join(f"link del {name}\n" for name in names)
+        async with aclosing(afxdpd.Network().watch_devices()) as devices:
+            assert (await anext(devices)).keys() >= set(names)
+            nursery.start_soon(trio.to_thread.run_sync, ip_batch, batch)
+            with trio.fail_after(120):
+                async for snapshot in devices:
+                    if not snapshot.keys() & set(names):
+                        break
+    await until(lambda: not afxdpd.Network().devices().keys() & set(names))
+
+
+def test_pyroute2_is_left_alone_when_devices_are_looked_at(kernel: Kernel) -> None:
+    """To start and to look at devices takes nothing of what only the making of devices needs: it is large."""
+    program = (
+        "import sys, afxdpd; afxdpd.Network().devices(); print(sorted(set(sys.modules) & {'pyroute2', 'asyncio'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
