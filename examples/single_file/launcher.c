@@ -145,6 +145,8 @@ int main(int argc, char **argv, char **environ)
         unpack(context, packed, &file, FIRST_FD + (int)number);
     }
     keep_capabilities();
-    syscall(SYS_execveat, FIRST_FD + 1, "", argv, environ, AT_EMPTY_PATH);
+    char interpreter[32];
+    snprintf(interpreter, sizeof interpreter, "/proc/self/fd/%d", FIRST_FD + 1);
+    execve(interpreter, argv, environ);
     fail("the interpreter cannot be started");
 }
