@@ -169,14 +169,16 @@ def handshake_figures(
 @measurement("floor", "an empty call, for the client's own part of the others")
 def measure_floor(options: Options, _: int) -> Iterator[Figure]:
     """What all calls of the same client take at least."""
-    with options.node.plugin(1):
-        seconds = options.node.kubelet("options", resource=options.node.resource, count=options.count(1000) + 50)
-        yield Figure(
-            name="floor",
-            what="floor: GetDevicePluginOptions",
-            unit="ms",
-            samples=milliseconds(seconds["seconds"][50:]),
-        )
+    node, rested = options.node, []
+    with node.plugin(1) as plugin:
+        seconds = node.kubelet("options", resource=node.resource, count=options.count(1000) + 50)["seconds"][50:]
+        for _ in range(options.count(100)):
+            plugin.settle()
+            rested += node.kubelet("options", resource=node.resource, count=1)["seconds"]
+        what = "floor: GetDevicePluginOptions"
+        yield Figure(name="floor", what=what, unit="ms", samples=milliseconds(seconds))
+        what = "floor: the same after a rest"
+        yield Figure(name="floor-rested", what=what, unit="ms", samples=milliseconds(rested))
     with answering(SCRATCH / "floor.sock"):
         pods = [(str(SCRATCH / "floor.sock"), "pod", "device")] * CROWD
         for at_once, what in ((1, "alone"), (CROWD, f"{CROWD} at once")):
@@ -268,9 +270,11 @@ def measure_install(options: Options, _: int) -> Iterator[Figure]:
 
 
 def allocate_all(
-    options: Options, devices: int, each: int, count: int, *, raw: bool = False
+    options: Options, devices: int, each: int, count: int, *, raw: bool = False, rested: bool = False
 ) -> tuple[list[float], list[float]]:
     """How long the first Allocate of a plugin takes, and later ones, of free devices that it has had time to prepare.
+
+    The later ones come one after another, as when a node comes up: then client and plugin are awake.
 
     Args:
         options: The node.
@@ -278,6 +282,7 @@ def allocate_all(
         each: How many devices a request is for.
         count: How many later ones; in several rounds, where the pool has less devices.
         raw: Whether the pool is one with udsServerDisable.
+        rested: Whether both rest before each of the later ones, too.
     """
     firsts: list[float] = []
     later: list[float] = []
@@ -285,9 +290,10 @@ def allocate_all(
         with options.node.plugin(devices, raw=raw, both_ends=devices > 1000) as plugin:
             firsts += options.node.allocate(names(1))["seconds"]
             free = (devices if devices <= 1000 else devices // 2) - 1
-            for number in range(min(free // each, count - len(later))):
+            requests = [names(each, 1 + n * each) for n in range(min(free // each, count - len(later)))]
+            for batch in [[request] for request in requests] if rested else [requests]:
                 plugin.settle()
-                later += options.node.allocate(names(each, 1 + number * each))["seconds"]
+                later += options.node.allocate(*batch)["seconds"]
     return milliseconds(firsts), milliseconds(later)
 
 
@@ -299,6 +305,14 @@ def measure_allocate(options: Options, devices: int) -> Iterator[Figure]:
     bars = (Bar("median", 2), Bar("p99", 5))
     yield Figure(name="allocate-first", what="the first Allocate of a plugin, one device", samples=firsts, **size)
     yield Figure(name="allocate", what="Allocate of one device", samples=later, bars=bars, **size)
+
+
+@measurement("allocate-rested", "Allocate of one free device, each after a rest", sizes=(10,), most=9000)
+def measure_allocate_rested(options: Options, devices: int) -> Iterator[Figure]:
+    """What a single pod waits: the client has to wake up, too, which is floor-rested."""
+    _, later = allocate_all(options, devices, 1, options.count(99), rested=True)
+    size: dict[str, Any] = {"unit": "ms", "size": devices, "size_of": "devices in the pool"}
+    yield Figure(name="allocate-rested", what="Allocate of one device after a rest", samples=later, **size)
 
 
 @measurement("allocate-many", "Allocate of several free devices in one request", sizes=(8, 64), most=64)
