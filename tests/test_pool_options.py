@@ -1805,7 +1805,7 @@ async def test_pools_come_change_and_go_when_the_configuration_does(
     async with running_kubelet(daemon.paths.kubelet_dir) as kubelet, daemon.running():
         await kubelet.wait("afxdp/a", devices={"veth0": HEALTHY})
         await kubelet.wait("afxdp/b", devices={"veth1": HEALTHY})
-        await kubelet.wait("afxdp/d", devices={"veth4": HEALTHY})
+        untouched = await kubelet.wait("afxdp/d", devices={"veth4": HEALTHY})
         await kubelet.allocate("afxdp/a", ["veth0"])
         await kubelet.pods(pod("pod-x", {"afxdp/a": ["veth0"]}))
         old_map = await get_map(daemon.path("a", "veth0"))
@@ -1832,7 +1832,8 @@ async def test_pools_come_change_and_go_when_the_configuration_does(
         await kubelet.wait("afxdp/b", devices={"veth2": HEALTHY})
         await kubelet.wait("afxdp/c", streams_open=0)
         state = await kubelet.state("afxdp/d")
-        assert (state["registers_total"], state["streams_max"], state["messages"]) == (1, 1, 1)
+        assert (state["registers_total"], state["streams_max"]) == (1, 1)
+        assert state["messages"] == untouched["messages"]
 
 
 def plugin_socket(daemon: Daemon, pool: str) -> Path:
