@@ -594,6 +594,12 @@ class Node:
         self.daemon.start()
         self.expect_registers(*self.pools)
 
+    async def note_registers(self) -> None:
+        """Takes it as it is how often kubelet has been registered with by a daemon that lives no more."""
+        for name in self.pools:
+            view = await self.kubelet.wait(f"afxdp/{name}", streams_open=0)
+            self.registers[name] = view["registers"]
+
     def expect_registers(self, *pools: str) -> None:
         """Notes that some pools have to register once more; without any, that kubelet has just restarted."""
         for name in pools or self.pools:
@@ -946,11 +952,12 @@ class Faults:
         self._node.start_daemon()
 
     async def restart_kill(self, step: Step) -> None:
-        """The daemon is killed and started again; maybe it is killed once more before it has begun."""
-        for delay in (0.2, 2) if step.rng.random() < 0.3 else (step.rng.choice((0, 0.5, 2)),):
+        """The daemon is killed and started again; maybe it is killed once more while it begins."""
+        for _ in range(2 if step.rng.random() < 0.3 else 1):
             await self._daemon.end(signal.SIGKILL)
+            await self._node.note_registers()  # it may have come so far
             self._daemon.start()
-            await trio.sleep(delay if delay == 0.2 else 0)
+            await trio.sleep(step.rng.uniform(0, 0.3))
         self._node.expect_registers(*self._node.pools)
 
     async def restart_upgrade(self, step: Step) -> None:
