@@ -249,9 +249,11 @@ NLMSG_ERROR, NLMSG_DONE = 2, 3
 RTM_NEWLINK, RTM_DELLINK, RTM_GETLINK = 16, 17, 18
 RTM_NEWADDR, RTM_DELADDR, RTM_GETADDR = 20, 21, 22
 RTM_NEWROUTE, RTM_DELROUTE, RTM_GETROUTE = 24, 25, 26
+RTM_NEWNEXTHOP, RTM_DELNEXTHOP, RTM_GETNEXTHOP = 104, 105, 106
 RTMGRP_LINK = 0x1
 RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE = 0x10, 0x40
 RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE = 0x100, 0x400
+RTMGRP_NEXTHOP = 1 << 31
 """Types and multicast groups of rtnetlink(7)."""
 XDP_MODES = ("", "native", "generic", "offloaded", "several")
 """Our names of the values of IFLA_XDP_ATTACHED, see linux/if_link.h."""
@@ -373,8 +375,7 @@ class Network:
         Raises:
             OSError: ENODEV where there is none.
         """
-        request = struct.pack("=BxHiII", 0, 0, ifindex, 0, 0)  # ifinfomsg
-        return self._device(self._request(RTM_GETLINK, request, NLM_F_REQUEST)[0])
+        return self._device(self._request(RTM_GETLINK, self._link_request(ifindex), NLM_F_REQUEST)[0])
 
     def devices(self) -> dict[str, NetDevice]:
         """All devices by name. Blocks."""
@@ -387,7 +388,8 @@ class Network:
         them. Where the kernel could not keep up (ENOBUFS), everything is asked for again, so that what is yielded is
         always the present state.
         """
-        groups = RTMGRP_LINK | RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
+        groups = RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR
+        groups |= RTMGRP_IPV4_ROUTE | RTMGRP_IPV6_ROUTE | RTMGRP_NEXTHOP
         while True:
             try:
                 # Bound before anything is asked for: what changes in between is seen twice, not never. After a loss
@@ -419,7 +421,8 @@ class Network:
 
     def _dump_all(self) -> tuple[dict[int, NetDevice], set[int], dict[int, set[bytes]]]:
         """Returns the devices by ifindex, those with default routes, and the addresses. Blocks."""
-        table = {device.ifindex: device for device in map(self._device, self._dump(RTM_GETLINK))}
+        links = self._request(RTM_GETLINK, self._link_request(), NLM_F_REQUEST | NLM_F_DUMP)
+        table = {device.ifindex: device for device in map(self._device, links)}
         return table, self._default_routes(), self._addresses()
 
     async def _receive(
@@ -460,6 +463,8 @@ class Network:
                     addresses.setdefault(ifindex, set()).add(address)
             elif kind in (RTM_NEWROUTE, RTM_DELROUTE):
                 default_route = default_route or message[17] == 0  # rtm_dst_len
+            elif kind in (RTM_NEWNEXTHOP, RTM_DELNEXTHOP):
+                default_route = True  # a route through it goes without a word
         return touched, default_route
 
     @staticmethod
@@ -491,20 +496,44 @@ class Network:
     def _default_routes(self) -> set[int]:
         """Ifindexes of the devices that default routes leave through, in all tables. Blocks."""
         found = set()
+        nexthops: set[int] = set()
         for family in (socket.AF_INET, socket.AF_INET6):
             for message in self._dump(RTM_GETROUTE, family):
                 if message[17] == 0:  # rtm_dst_len: most routes are not worth taking apart
                     attributes = self._attributes(message, 28)
                     found.add(self._number(attributes.get(4)))  # RTA_OIF
+                    nexthops.add(self._number(attributes.get(30)))  # RTA_NH_ID
                     hops = attributes.get(9, b"")  # RTA_MULTIPATH
                     while len(hops) >= 8:
                         length, ifindex = struct.unpack_from("=H2xi", hops)  # rtnexthop
                         found.add(ifindex)
                         hops = hops[(max(length, 8) + 3) & ~3 :]
+        if nexthops - {0}:
+            found |= self._devices_of(nexthops)
         return found - {0}
 
+    def _devices_of(self, nexthops: set[int]) -> set[int]:
+        """Ifindexes of the devices of nexthop objects and of groups of them. Blocks. See ip-nexthop(8)."""
+        members, devices = {}, {}
+        for message in self._request(RTM_GETNEXTHOP, bytes(8), NLM_F_REQUEST | NLM_F_DUMP):  # nhmsg
+            attributes = self._attributes(message, 24)
+            identity = self._number(attributes.get(1))  # NHA_ID
+            devices[identity] = self._number(attributes.get(5))  # NHA_OIF
+            members[identity] = {entry[0] for entry in struct.iter_unpack("=I4x", attributes.get(2, b""))}  # NHA_GROUP
+        every = nexthops.union(*(members.get(identity, ()) for identity in nexthops))
+        return {devices.get(identity, 0) for identity in every}
+
+    @staticmethod
+    def _link_request(ifindex: int = 0) -> bytes:
+        """What asks for a link, or for all of them, without their statistics.
+
+        Only where IFLA_EXT_MASK is there the kernel makes room for the largest link: without it, it leaves out a link
+        that is too large and all that come after it, and says nothing.
+        """
+        return struct.pack("=BxHiII", 0, 0, ifindex, 0, 0) + struct.pack("=HHI", 8, 29, 1 << 3)  # ifinfomsg, SKIP_STATS
+
     def _dump(self, kind: int, family: int = socket.AF_UNSPEC) -> list[bytes]:
-        """Asks for everything of a kind. Blocks."""
+        """Asks for all addresses, or all routes of a family. Blocks."""
         return self._request(kind, bytes([family, 0, 0, 0]), NLM_F_REQUEST | NLM_F_DUMP)  # rtgenmsg
 
     def _request(self, kind: int, request: bytes, flags: int) -> list[bytes]:
@@ -521,11 +550,11 @@ class Network:
             while True:
                 for answer, message in self._split(sock.recv(self._BUFFER)):
                     interrupted = interrupted or bool(self._HEADER.unpack_from(message)[2] & NLM_F_DUMP_INTR)
-                    if answer == NLMSG_DONE:
-                        return None if interrupted else messages
-                    if answer == NLMSG_ERROR:
+                    if answer in (NLMSG_DONE, NLMSG_ERROR):
                         code = -struct.unpack_from("=i", message, self._HEADER.size)[0]
-                        raise OSError(code, os.strerror(code), "netlink")
+                        if code > 0 or answer == NLMSG_ERROR:
+                            raise OSError(code, os.strerror(code), "netlink")
+                        return None if interrupted else messages
                     messages.append(message)
                 if not flags & NLM_F_DUMP:
                     return messages
@@ -728,7 +757,8 @@ class Xdp:
     def renew(self, attachment: Attachment) -> Attachment:
         """Puts a new program with a new, empty map behind the link, wherever its device is. Blocks.
 
-        The old attachment is closed; former holders of its map can no longer affect the device.
+        The new attachment takes over the link, and the old map is closed; its former holders can no longer affect the
+        device.
 
         Raises:
             OSError: ENOLINK where the device no longer exists; the old attachment is then as it was.
@@ -739,11 +769,11 @@ class Xdp:
         with program:
             try:
                 _check(lib.uds_link_update(attachment.link.fileno(), program.fileno()), "replacing the XDP program")
-                renewed = self._describe(attachment.link.duplicate(), xskmap, attachment.xdp_mode)
+                renewed = self._describe(attachment.link, xskmap, attachment.xdp_mode)
             except OSError:
                 xskmap.close()
                 raise
-        attachment.close()
+        attachment.xskmap.close()
         return renewed
 
     def ifindex(self, attachment: Attachment) -> int:
@@ -1953,6 +1983,12 @@ class Subfunction(msgspec.Struct, frozen=True, kw_only=True):
 def printable(name: str) -> str:
     """A device's name for people; the kernel takes almost any bytes."""
     return name if name.isprintable() else ascii(name)[1:-1]
+
+
+def is_device_name(name: str) -> bool:
+    """Whether a network device can be called so. See dev_valid_name() of Linux."""
+    short = 0 < len(os.fsencode(name)) <= DEVICE_NAME_MAX
+    return short and name not in (".", "..") and name.isprintable() and not re.search(r"[/:\s]", name)
 
 
 def part_or_whole(device: NetDevice, devices: Mapping[str, NetDevice]) -> NetDevice | Subfunction:
@@ -3315,6 +3351,7 @@ class ResourceServer:
         self._streams: list[object] = []  # the open ones of ListAndWatch; the last one is served
         self._streams_ended = 0  # how often all had to end
         self._streams_begun = 0
+        self._superseded = False  # whether one has ended since there is a newer one
         self._streams_changed = trio.Event()
         self._last_trouble = ""
         self._served = False  # whether the endpoint was ever ours: then it is no mistake of whoever started us
@@ -3363,7 +3400,11 @@ class ResourceServer:
         )
 
     async def ListAndWatch(self, _: api.Empty) -> AsyncGenerator[Message, None]:  # noqa: N802  the API's name
-        """Yields the whole list, at once and after each change, until there is a newer stream that lasts."""
+        """Yields the whole list, at once and after each change, until there is a newer stream that lasts.
+
+        kubelet can have two, where it was about to connect to a daemon that died. To it the end of either means that we
+        are gone, so that it is registered with again.
+        """
         me, ended, sent = object(), self._streams_ended, None
         self._streams.append(me)
         self._streams_begun += 1
@@ -3372,6 +3413,7 @@ class ResourceServer:
             while self._streams_ended == ended:
                 if self._streams[-1] is not me:
                     if not await self._is_last_again(me):
+                        self._superseded = self._superseded or self._streams_ended == ended
                         return
                     continue
                 changed, begun = self._list_changed, trio.current_time()
@@ -3588,6 +3630,7 @@ class ResourceServer:
             listener.close()
             raise
         server = GrpcServer({"v1beta1.DevicePlugin": self._methods()})
+        self._superseded = False
 
         async def watch_files() -> None:
             while kubelet.is_there():
@@ -3656,8 +3699,11 @@ class ResourceServer:
             if not self._streams:
                 log.warning("%s: kubelet does not watch the devices, registering again", self.resource)
                 return
-            while self._streams:
+            while self._streams and not self._superseded:
                 await self._streams_changed.wait()
+            if self._superseded:
+                log.info("%s: kubelet watches the devices twice, registering again", self.resource)
+                return
             with trio.move_on_after(self.STREAM_GRACE):
                 await server.wait_no_connections()
                 log.info("%s: kubelet has closed its connection, registering again", self.resource)
@@ -4738,6 +4784,7 @@ class PoolManager(ResourceServer):
         self._retired = retired
         self._retired_changed = trio.Event()
         self._adopted = False
+        self._strange: set[str] = set()  # ids that kubelet lists and that can be no devices of ours
         self._restored = trio.Event()
         self._orphans: set[str] = (
             set()
@@ -5217,6 +5264,10 @@ class PoolManager(ResourceServer):
     def _fail(self, device: PoolDevice, exc: OSError) -> None:
         """Makes an error the device's reason, and logs it where it is news."""
         reason = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc.strerror)
+        if isinstance(exc, ForeignProgramError):
+            for other in self.devices.values():
+                if other.attachment is not None and other.attachment.prog_id == exc.device.xdp_prog_id:
+                    reason = f"it carries the program of {other.name}: somebody has exchanged names; exchange them back"
         if reason != device.reason and (device.net is not None or device.allocation is not None):
             log.warning("%s: %s is unhealthy: %s", self.resource, device.name, reason)
         device.reason = reason
@@ -5579,7 +5630,7 @@ class PoolManager(ResourceServer):
                 continue
             device.missed = 0
             if owners != device.owners:
-                log.info("%s: %s: held by %s", self.resource, device.name, ", ".join(map(str, owners)))
+                log.info("%s: %s: held by %s", self.resource, device.name, printable(", ".join(map(str, owners))))
                 if allocation.restored and not device.owners:
                     device.allocation = joined.setdefault(owners, allocation)
                 device.owners = owners
@@ -5587,7 +5638,16 @@ class PoolManager(ResourceServer):
 
     def _adopt(self, view: PodView) -> None:
         """Takes over what pods have without a pin that says so: after a reboot of the node, or in a raw pool."""
-        for name in [name for resource_name, name in view.owners if resource_name == self.resource]:
+        listed = [name for resource_name, name in view.owners if resource_name == self.resource]
+        never = {net.name for net in self._host_devices() if _never_taken(net)}
+        strange = {name for name in listed if name not in self.devices and (name in never or not is_device_name(name))}
+        if strange - self._strange:
+            log.warning("%s: kubelet lists what is no device of ours: %.200r", self.resource, sorted(strange))
+        self._strange = strange
+        adopted = False
+        for name in listed:
+            if name in strange:
+                continue
             device = self.devices.get(name)
             if device is None:
                 device = self.devices[name] = PoolDevice(name)
@@ -5595,9 +5655,10 @@ class PoolManager(ResourceServer):
                 continue
             log.info("%s: %s: still allocated, says kubelet", self.resource, name)
             device.allocation = Allocation(self._options, since=view.asked_at, restored=True, hearsay=True)
-            device.kept = True
+            device.kept = adopted = True
             self._settle(device, news=True)
-            self._released()  # it is not for other pools to give away
+        if adopted:
+            self._released()  # they are not for other pools to give away
 
     def _miss(self, device: PoolDevice, allocation: Allocation, view: PodView, here: Collection[int]) -> None:
         """Counts that kubelet does not list an allocated device, and releases it once that is certain.
@@ -7029,7 +7090,7 @@ def _command_parser(command: str, description: str) -> _Parser:
     return parser
 
 
-def _ask(path: Path, method: str, page: str) -> Any:
+def _ask(path: Path, method: str, page: str) -> dict[str, Any]:
     """Asks the running daemon for a JSON page.
 
     Raises:
@@ -7037,14 +7098,30 @@ def _ask(path: Path, method: str, page: str) -> Any:
     """
     try:
         status, body = ask_daemon(path, method, page)
-        if status == 200:
-            return json.loads(body)
-        raise RequestError(body.decode(errors="replace").strip())
-    except (OSError, ValueError) as exc:
+        answer = json.loads(body) if status == 200 else {}
+    except (OSError, ValueError, RecursionError) as exc:
         why = getattr(exc, "strerror", None) or exc
         raise RequestError(
             f"no daemon answers on {path}: {why}; name another place with --uds-dir or --socket"
         ) from exc
+    if status != 200:
+        raise RequestError(printable(body.decode(errors="replace").strip()))
+    if not isinstance(answer, dict):
+        raise _no_answer(path)
+    return answer
+
+
+def _no_answer(path: Path) -> RequestError:
+    return RequestError(f"what answers on {path} is no afxdpd, or one of another version")
+
+
+def _ask_status(path: Path, *, colour: bool) -> tuple[dict[str, Any], list[str]]:
+    """Returns the running daemon's status, and as lines for people; raises what `_ask` raises."""
+    status = _ask(path, "GET", "/status")
+    try:
+        return status, list(status_lines(status, colour=colour))
+    except (LookupError, TypeError, AttributeError, ValueError) as exc:
+        raise _no_answer(path) from exc
 
 
 def _seconds(text: str) -> float:
@@ -7079,7 +7156,7 @@ def _status(arguments: list[str]) -> ExitCode:
     colour = terminal and not os.environ.get("NO_COLOR")
     while True:
         try:
-            status = _ask(path, "GET", "/status")
+            status, lines = _ask_status(path, colour=bool(colour))
         except RequestError as exc:
             if options.watch is None:
                 print(f"{parser.prog}: {exc}", file=sys.stderr)
@@ -7087,7 +7164,7 @@ def _status(arguments: list[str]) -> ExitCode:
             lines = [json.dumps({"error": str(exc)}) if options.json else str(exc)]
         else:
             indent = 2 if options.watch is None else None
-            lines = [json.dumps(status, indent=indent)] if options.json else list(status_lines(status, colour=colour))
+            lines = [json.dumps(status, indent=indent)] if options.json else lines
         text = "\n".join(lines)
         if options.watch is not None and terminal and not options.json:
             text = "\n".join(fit(lines, shutil.get_terminal_size().lines - 1))
@@ -7102,7 +7179,10 @@ def _reload(arguments: list[str]) -> ExitCode:
     parser = _command_parser("reload", "Has the running daemon read its configuration again, as SIGHUP does.")
     options = parser.parse_args(arguments)
     try:
-        errors = _ask(options.socket or options.uds_dir / STATUS_NAME, "POST", "/reload")["errors"]
+        path = options.socket or options.uds_dir / STATUS_NAME
+        errors = _ask(path, "POST", "/reload").get("errors")
+        if not isinstance(errors, list) or not all(isinstance(error, str) for error in errors):
+            raise _no_answer(path)
     except RequestError as exc:
         print(f"{parser.prog}: {exc}", file=sys.stderr)
         return ExitCode.POOLS
