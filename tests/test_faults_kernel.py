@@ -410,10 +410,10 @@ async def test_pods_user_keeps_its_access_when_the_configuration_has_another(ker
     await trio.Path(short_path).chmod(0o711)
     async with running_kubelet(short_path / "kubelet") as kubelet:
         await kubelet.pods(pod("pod-x", {RESOURCE: ["afa0"]}))
-        for uid in (1500, 1600):
+        for number, uid in enumerate((1500, 1600), 1):
             (short_path / "config.json").write_text(json.dumps({"pools": [{**content, "uid": uid}]}))
             with daemon_process(short_path / "config.json", short_path):
-                await kubelet.wait(RESOURCE, streams_open=1, healthy=1)
+                await kubelet.wait(RESOURCE, registers=number, streams_open=1, healthy=1)
                 if uid == 1500:
                     await kubelet.allocate(RESOURCE, ["afa0"])
                 # As the mount into the pod does, past the directories above, which are root's alone.

@@ -39,6 +39,7 @@ from afxdpd import (
     RpcError,
     Scanner,
     UseDefaultMethodError,
+    call_unix,
 )
 from afxdpd_proto import deviceplugin_pb2 as api
 
@@ -1522,6 +1523,24 @@ async def test_server_has_exactly_one_stream_when_it_was_dropped_200_times(short
                     await kubelet.drop(RESOURCE, "cancel" if number % 2 else "channel")
         assert state["streams_max"] == 1
         assert state["errors"] == []
+
+
+@in_other_process
+async def test_server_registers_again_when_kubelet_watches_twice(short_path: Path) -> None:
+    """A kubelet that has connected for a daemon that died, too, and to which the end of one stream is that of both."""
+    async with plugin_and_kubelet(short_path) as (server, kubelet):
+        await kubelet.wait(RESOURCE, streams_open=1, registers=1, healthy=1)
+        request = api.RegisterRequest(version="v1beta1", endpoint=server.socket_path.name, resource_name=RESOURCE)
+        await call_unix(
+            short_path / "device-plugins" / "kubelet.sock",
+            "v1beta1.Registration/Register",
+            request,
+            api.Empty,
+            timeout=10,
+        )
+        state = await kubelet.wait(RESOURCE, registers=3, streams_open=1, healthy=1)
+        assert (state["registers"], state["connected"]) == (3, True)
+        await kubelet.allocate(RESOURCE, ["d1"])
 
 
 @in_other_process

@@ -8,7 +8,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +131,65 @@ def test_devices_are_those_of_ip_when_a_program_is_attached(kernel: Kernel, gene
         )
 
 
+@pytest.mark.parametrize("family", ["-4", "-6"])
+def test_default_route_is_seen_when_it_leads_through_nexthop_objects(kernel: Kernel, family: str) -> None:
+    """Also where the kernel names the object, or a group of them, and not the device."""
+    ip_batch(PLAYGROUND)
+    compat = Path("/proc/sys/net/ipv4/nexthop_compat_mode")
+    before = compat.read_text()
+    compat.write_text("0")
+    try:
+        gateways = {
+            "-4": ("10.9.0.2 dev afd0", "10.9.1.2 dev afd1"),
+            "-6": ("fd00:9::2 dev afd2", "fd00:9::3 dev afd2"),
+        }
+        for number, gateway in enumerate(gateways[family], 7):
+            command = f"ip {family} nexthop add id {number} via {gateway}"
+            subprocess.run(command.split(), check=True, timeout=60)
+        ip_batch("route del default table 77\nnexthop add id 9 group 7/8\n")
+        for number, expected in ((8, gateways[family][1:]), (9, gateways[family])):
+            subprocess.run(f"ip {family} route add default nhid {number}".split(), check=True, timeout=60)
+            found = {name for name, device in afxdpd.Network().devices().items() if device.default_route}
+            assert found == {gateway.split()[-1] for gateway in expected}
+            subprocess.run(f"ip {family} route del default nhid {number}".split(), check=True, timeout=60)
+    finally:
+        compat.write_text(before)
+        ip_batch("nexthop flush\n")
+
+
+async def test_device_is_free_again_when_the_object_of_its_default_route_goes(kernel: Kernel) -> None:
+    """The kernel tells of the nexthop object alone; the routes through it go without a word."""
+    ip_batch(f"{PLAYGROUND}\nroute del default table 77\nnexthop add id 7 via 10.9.0.2 dev afd0\n")
+    ip_batch("route add default nhid 7\n")
+    async with aclosing(afxdpd.Network().watch_devices()) as snapshots:
+        assert (await anext(snapshots))["afd0"].default_route
+        ip_batch("nexthop del id 7\n")
+        with trio.fail_after(20):
+            async for snapshot in snapshots:
+                if not snapshot["afd0"].default_route:
+                    break
+
+
+def test_all_devices_are_seen_when_one_is_larger_than_a_packet_of_netlink(kernel: Kernel) -> None:
+    """A device with very many names hides neither itself nor those after it."""
+    make_veth("afa0", "afa1")
+    for first in range(0, 330, 30):
+        names = " ".join(f"altname {'n' * 100}{number:04}" for number in range(first, first + 30))
+        ip_batch(f"link property add dev afa0 {names}\n")
+    assert {"lo", "afa0", "afa0p", "afa1", "afa1p"} <= assert_agrees().keys()
+
+
+def test_link_stays_open_when_its_program_is_replaced(kernel: Kernel) -> None:
+    """Who still has the old attachment can ask for the device; the old map is closed."""
+    make_veth("afa0")
+    xdp = afxdpd.Xdp()
+    old = xdp.attach(afxdpd.Network().devices()["afa0"].ifindex, 1)
+    with closing(xdp.renew(old)) as new:
+        assert xdp.ifindex(old) == xdp.ifindex(new) != 0
+        assert old.xskmap.fileno() == -1
+        assert new.map_id != old.map_id
+
+
 def test_device_is_refused_when_there_is_none(kernel: Kernel) -> None:
     """To ask for an ifindex that nothing has is ENODEV."""
     with pytest.raises(OSError, match="No such device") as caught:
@@ -168,5 +228,5 @@ def test_pyroute2_is_left_alone_when_devices_are_looked_at(kernel: Kernel) -> No
     program = (
         "import sys, afxdpd; afxdpd.Network().devices(); print(sorted(set(sys.modules) & {'pyroute2', 'asyncio'}))"
     )
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]"

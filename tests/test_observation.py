@@ -724,6 +724,12 @@ def test_command_ends_with_4_when_no_daemon_answers(
         assert output.err.startswith(f"afxdpd {command}: no daemon answers on {path}: ")
         assert output.err.endswith(hint)
         assert output.err.count("\n") == 1
+    for lie in (b"[]", b"{}", b"null", b'"x"', b'{"errors": 5, "pools": [1]}', b'{"errors": [5], "pools": 7}'):
+        path.unlink()
+        with answering(path, http(lie)):
+            assert afxdpd.main([command, "--socket", str(path)]) == 4
+        words = f"afxdpd {command}: what answers on {path} is no afxdpd, or one of another version\n"
+        assert capsys.readouterr() == ("", words)
     assert afxdpd.main([command, "--socket", "/" + "x" * 200]) == 4
     assert "AF_UNIX path too long" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import errno
 import itertools
 import logging
@@ -249,6 +250,7 @@ class Bench:
             pod_resources=pod_resources or self.pod_resources,
             uds_dir=self.directory / "uds",
             kubelet_dir=self.directory / "kubelet",
+            host_devices=lambda: self.network.devices().values(),
         )
 
     def show(self, *devices: str | NetDevice) -> None:
@@ -943,6 +945,39 @@ async def test_device_is_not_released_when_it_is_in_another_namespace(bench: Ben
         bench.show("veth0")
         release(bench)
         assert bench.xdp.pins == {}
+
+
+async def test_nothing_is_taken_or_deleted_when_kubelet_lists_what_can_be_no_device(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names that lead elsewhere, and devices that are never taken, stay what they are, whatever kubelet lists."""
+    victim = bench.directory / "victim"
+    victim.mkdir()
+    names = ("../../victim", "..", ".", "", "/", str(victim), "a/b", "x" * 16, "a b", "new\nline", "\x1b[31m", "lo")
+    async with bench.running("veth0"):
+        await bench.allocate(["veth0"])
+        bench.show("veth0", dataclasses.replace(net("veth0"), name="lo", ifindex=1))
+        for _ in range(2):
+            bench.list_pods(trio.current_time(), "veth0", *names)
+            assert bench.pool.devices.keys() == {"veth0"}
+        for name in names:
+            with pytest.raises(RequestError, match="no device"):
+                await bench.allocate([name])
+        release(bench, "veth0")
+        assert victim.is_dir()
+        assert bench.path("veth0").is_socket()
+        assert ("attach", 1) not in bench.xdp.calls
+    said = [record.getMessage() for record in caplog.records if "is no device of ours" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].isprintable()
+
+
+async def test_device_says_whose_program_it_carries_when_names_were_exchanged(bench: Bench) -> None:
+    """Nobody is told to detach the program of a running pod."""
+    async with bench.running("veth0", "veth1"):
+        await bench.allocate(["veth0"])
+        bench.show(dataclasses.replace(net("veth1"), ifindex=10))
+        await eventually(lambda: "carries the program of veth0" in bench.pool.listed()["veth1"].reason)
 
 
 async def test_device_is_gone_when_it_is_released_and_destroyed(bench: Bench) -> None:
