@@ -5886,6 +5886,8 @@ HTTP_IDLE_TIMEOUT, HTTP_SEND_TIMEOUT = 30.0, 10.0
 """Seconds for a request to come, and for its reply to be read."""
 HTTP_LINGER = 1.0
 """Seconds in which a peer may read why its request was refused."""
+HEALTH_TIMEOUT = 2.0
+"""Seconds in which our own sockets for kubelet have to answer."""
 
 HttpAddress = Path | tuple[int, tuple[Any, ...]]
 """A Unix socket, or an address family and what bind(2) takes."""
@@ -6181,9 +6183,21 @@ class Observation:
             return "registered, but kubelet does not watch the devices"
         return f"not registered: {pool.trouble or 'kubelet has not answered yet'}"
 
+    async def silent_pools(self) -> list[str]:
+        """Lines for the pools that serve kubelet, as they think, and do not answer."""
+        lines = []
+        for pool in [pool for pool in self._all.values() if pool.grpc_server is not None]:
+            method, timeout = "v1beta1.DevicePlugin/GetDevicePluginOptions", HEALTH_TIMEOUT
+            try:
+                await call_unix(pool.socket_path, method, api.Empty(), api.DevicePluginOptions, timeout=timeout)
+            except RpcError as exc:
+                if pool.grpc_server is not None:  # else it has ended meanwhile
+                    lines.append(f"{pool.resource}: does not answer: {exc}")
+        return lines
+
     async def healthz(self) -> Page:
-        """Whether we live: that there is an answer, and nobody has removed our sockets."""
-        wrong = list(self.missing_sockets())
+        """Whether we live: that there is an answer, also on our sockets for kubelet, and nobody has removed others."""
+        wrong = list(self.missing_sockets()) or await self.silent_pools()
         return text_page(wrong or ["ok"], 503 if wrong else 200)
 
     async def readyz(self) -> Page:

@@ -1317,12 +1317,24 @@ async def soak(options: argparse.Namespace) -> int:
     return 1 if report.violations else 0
 
 
+def _positive(kind: Callable[[str], T]) -> Callable[[str], T]:
+    def parse(text: str) -> T:
+        value = kind(text)
+        if not 0 < float(text) < 1e6:
+            raise argparse.ArgumentTypeError(f"not a positive number: {text}")
+        return value
+
+    return parse
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0 all was well, 1 it was not, 2 it could not begin."""
     parser = argparse.ArgumentParser(description="Pods, traffic and faults at random: nothing may be lost.")
-    parser.add_argument("--minutes", type=float, default=2, help="how long (default: %(default)s)")
+    parser.add_argument("--minutes", type=_positive(float), default=2, help="how long (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16), help="default: random")
-    parser.add_argument("--pods", type=int, default=20, help="at most so many at once (default: %(default)s)")
+    parser.add_argument(
+        "--pods", type=_positive(int), default=20, help="at most so many at once (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     try:
         conftest._isolate()
