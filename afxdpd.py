@@ -322,12 +322,15 @@ class NetDevice:
         xdp_mode, xdp_prog_id: What is attached to it, by whomever; None and 0 for nothing.
         default_route: Whether a default route (IPv4 or IPv6, any table) leaves through it.
         addressed: Whether it has an IP address; the link-local IPv6 address, which any device gets, does not count.
+            For both counts what is made on top of it, too, such as a VLAN.
+        lower: ifindex of the device that it is made on top of, 0 for none.
     """
 
     name: str
     ifindex: int
     queues: int = 1
     master: int = 0
+    lower: int = 0
     mac: str = ""
     driver: str = ""
     bus: str = ""
@@ -469,9 +472,16 @@ class Network:
 
     @staticmethod
     def _named(table: dict[int, NetDevice], routes: set[int], addresses: dict[int, set[bytes]]) -> dict[str, NetDevice]:
+        with_route, with_address = set(routes), {ifindex for ifindex, found in addresses.items() if found}
+        for ifindex, device in table.items():
+            for marked in (with_route, with_address):
+                below: NetDevice | None = device
+                while ifindex in marked and below is not None and below.lower not in marked:
+                    marked.add(below.lower)
+                    below = table.get(below.lower)
         named = {}
         for ifindex, device in table.items():
-            default_route, addressed = ifindex in routes, bool(addresses.get(ifindex))
+            default_route, addressed = ifindex in with_route, ifindex in with_address
             if default_route or addressed:
                 device = dataclasses.replace(device, default_route=default_route, addressed=addressed)
             named[device.name] = device
@@ -596,6 +606,8 @@ class Network:
             ifindex=ifindex,
             queues=self._number(link.get(32)) or 1,  # IFLA_NUM_RX_QUEUES
             master=self._number(link.get(10)),  # IFLA_MASTER
+            # IFLA_LINK, which is a veth's other end, and means nothing where it is in another namespace.
+            lower=0 if kind == "veth" or 37 in link else self._number(link.get(5)),
             mac=link.get(1, b"").hex(":"),  # IFLA_ADDRESS
             driver=driver,
             bus=bus,
@@ -1870,7 +1882,8 @@ def get_plugin_config(
             raise ConfigError([f"{file}: not a regular file"])  # which might have us wait
         raw = json.loads(Path(file).read_bytes())
     except OSError as exc:
-        raise ConfigError([f"{file}: {exc.strerror}"]) from exc
+        hint = ": name the configuration with --config" if exc.errno == errno.ENOENT else ""
+        raise ConfigError([f"{file}: {exc.strerror}{hint}"]) from exc
     except (ValueError, RecursionError) as exc:
         hint = " (JSON has no comments, and no comma before ] or })" if isinstance(exc, json.JSONDecodeError) else ""
         raise ConfigError([f"{file}: not JSON: {exc}{hint}"]) from exc
@@ -6726,17 +6739,17 @@ def check_report(
     """Yields lines that say what each pool would take of these devices, and why it would not take others."""
     pools, passed = choose_devices(config, devices, host, allocated)
     hostname = host.hostname()
-    yield f"node {hostname}: {len(pools) or 'no'} pools"
+    yield f"node {hostname}: {_count(len(pools), 'pool')}"
     if config.kind_cluster and KindNetwork.missing(devices):
         yield f"kindCluster: {', '.join(KindNetwork.PAIRS)} are made for pods when the daemon starts"
     for rules, pool in zip(config.pools, pools, strict=True):
         special = ", by its rules for this node" if rules.on_node(hostname) != rules.on_node("") else ""
-        yield f"{NAMESPACE}/{pool.name}: {pool.mode} mode, {len(pool.devices)} devices{special}"
+        yield f"{NAMESPACE}/{pool.name}: {pool.mode} mode, {_count(len(pool.devices), 'device')}{special}"
         for name, device in pool.devices.items():
             if isinstance(device, Subfunction):
                 note = f"subfunction {device.number} of {device.primary}"
             else:
-                note = f"{device.driver or 'no driver'}, {device.queues} queues"
+                note = f"{device.driver or 'no driver'}, {_count(device.queues, 'queue')}"
             if allocated.get(name) == pool.name:
                 note += "; a pod has it"
             elif isinstance(device, NetDevice) and device.xdp_prog_id and pool.has_program:

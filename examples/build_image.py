@@ -165,10 +165,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the program; returns its exit status, 2 for anything that is wrong with arguments or files."""
     version = str(tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["version"])
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--executable", type=Path, default=CHECKOUT / "dist" / "afxdpd", metavar="FILE")
-    parser.add_argument("--output", type=Path, default=CHECKOUT / "dist" / "afxdpd-image.tar", metavar="FILE")
-    parser.add_argument("--name", type=matching(NAME, "name of an image"), default="localhost/afxdpd")
-    parser.add_argument("--tag", type=matching(TAG, "tag"), default=version)
+    parser.add_argument(
+        "--executable",
+        type=Path,
+        default=CHECKOUT / "dist" / "afxdpd",
+        metavar="FILE",
+        help="what is in it: dist/afxdpd",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=CHECKOUT / "dist" / "afxdpd-image.tar",
+        metavar="FILE",
+        help="the archive: dist/afxdpd-image.tar",
+    )
+    parser.add_argument(
+        "--name", type=matching(NAME, "name of an image"), default="localhost/afxdpd", help="default: %(default)s"
+    )
+    parser.add_argument("--tag", type=matching(TAG, "tag"), default=version, help="default: %(default)s")
     parser.add_argument(
         "--user", type=matching(USER, "number of a user, or user:group"), default="0:0", help="default: root"
     )

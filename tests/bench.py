@@ -55,21 +55,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from bench_node import (
-    SCRATCH,
-    SPARE,
-    Handshake,
-    LacksError,
-    LinkEvents,
-    MeasureError,
-    Node,
-    Plugin,
-    answering,
-    enter,
-    handshakes,
-    isolate,
-)
-from bench_report import LINEAR, Bar, Figure, ratios, table
+try:
+    from bench_node import (
+        SCRATCH,
+        SPARE,
+        Handshake,
+        LacksError,
+        LinkEvents,
+        MeasureError,
+        Node,
+        Plugin,
+        answering,
+        enter,
+        handshakes,
+        isolate,
+    )
+    from bench_report import LINEAR, Bar, Figure, ratios, table
+except ImportError as exc:
+    sys.exit(f"bench.py: there is no {exc.name}: it needs what the tests need, as .venv-test has after sh tests/run.sh")
+
 
 INSIDE = "AFXDPD_BENCH_INSIDE"
 """Is set in the environment of the process that is in the namespaces."""

@@ -55,13 +55,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import conftest
-import trio
-from kubelet import Kubelet, KubeletError, pod, running_kubelet
-from prometheus_client.parser import text_string_to_metric_families
-from support import ETHERTYPE, ROOT, Client, delete_link, get_map_id, in_thread, make_veth, paths_options
+try:
+    import conftest
+    import trio
+    from kubelet import Kubelet, KubeletError, pod, running_kubelet
+    from prometheus_client.parser import text_string_to_metric_families
+    from support import ETHERTYPE, ROOT, Client, delete_link, get_map_id, in_thread, make_veth, paths_options
 
-import afxdpd
+    import afxdpd
+except ImportError as exc:
+    sys.exit(f"soak.py: there is no {exc.name}: it needs what the tests need, as .venv-test has after sh tests/run.sh")
 from afxdpd_proto import dpcnisyncer_pb2 as syncer
 
 sys.path.append(str(ROOT / "examples"))
@@ -1286,6 +1289,8 @@ class Soak:
         say(f"slowest handshake beside a hostile pod: {self._faults.slowest_handshake:.3f} s")
         say(f"idle, at the beginning: {self._first}; at the end: {self._last}")
         age = self._rss[-1][0] if self._rss else 0
+        if age < 180:
+            say("memory: not judged, the last daemon has lived for less than three minutes")
         say(f"RSS of the last daemon, {age:.0f} s old: {[rss for _, rss in self._rss[:1] + self._rss[-1:]]} KiB")
         if age >= 180:
             first = statistics.median(rss for when, rss in self._rss if when < 120)

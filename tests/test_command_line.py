@@ -192,7 +192,10 @@ def test_program_ends_with_1_when_there_is_no_configuration(
     """Without an option the file is config.json of the present directory; that it is missing is one line."""
     monkeypatch.chdir(tmp_path)
     assert afxdpd.main([]) == 1
-    assert capsys.readouterr() == ("", "afxdpd: config.json: No such file or directory\n")
+    assert capsys.readouterr() == (
+        "",
+        "afxdpd: config.json: No such file or directory: name the configuration with --config\n",
+    )
 
 
 def test_program_ends_with_1_when_the_configuration_is_wrong(tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_unknown_key_is_warned_of_when_the_configuration_is_checked(directory: P
     assert (result.returncode, result.stderr) == (0, "")
     warning, *report = result.stdout.splitlines()
     assert warning.endswith(" WARNING pools[0].device: unknown key, ignored, did you mean devices?")
-    assert report[1] == "afxdp/pool: primary mode, 0 devices"
+    assert report[1] == "afxdp/pool: primary mode, no devices"
 
 
 @pytest.mark.parametrize("option", [["--config"], ["-config"], ["--config="], ["-config="]])
@@ -230,7 +233,9 @@ def test_configuration_is_found_when_the_option_has_any_of_its_forms(
     file = tmp_path / "absent.json"
     arguments = [f"{option[0]}{file}"] if option[0].endswith("=") else [*option, str(file)]
     assert afxdpd.main(arguments) == 1
-    assert capsys.readouterr().err == f"afxdpd: {file}: No such file or directory\n"
+    assert (
+        capsys.readouterr().err == f"afxdpd: {file}: No such file or directory: name the configuration with --config\n"
+    )
 
 
 def test_program_ends_with_1_when_a_socket_path_would_be_too_long(
@@ -258,10 +263,10 @@ def test_check_prints_what_pools_would_take_when_nobody_is_privileged(directory:
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
         f"node {afxdpd.Host().hostname()}: 2 pools",
-        "afxdp/pool: primary mode, 0 devices",
+        "afxdp/pool: primary mode, no devices",
         "  passes over lo: the loopback device is never taken",
         "  passes over absent0: no such device in the host's network namespace",
-        "afxdp/empty: primary mode, 0 devices",
+        "afxdp/empty: primary mode, no devices",
         "  passes over absent1: no such device in the host's network namespace",
     ]
     assert sorted(path.name for path in directory.iterdir()) == ["config.json", "kubelet"]
@@ -316,10 +321,10 @@ def test_check_tells_of_every_device_when_the_host_has_some(kernel: Kernel, dire
         "  passes over veth2: it is enslaved to a bridge or bond",
         "  passes over other: a default route leaves through it",
         "  passes over absent0: no such device in the host's network namespace",
-        "afxdp/parts: cdq mode, 0 devices",
+        "afxdp/parts: cdq mode, no devices",
         "  passes over veth0: the pool named has it",
         "  passes over veth0p: cdq: it cannot be divided; the devices of these drivers can: ice",
-        "afxdp/driver: primary mode, 0 devices",
+        "afxdp/driver: primary mode, no devices",
         f"  passes over other: {not_physical}",
         f"  passes over otherp: {not_physical}",
         f"  passes over veth0: {not_physical}",
@@ -346,9 +351,9 @@ def test_check_tells_of_a_device_when_it_is_with_its_pod(kernel: Kernel, directo
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
         f"node {afxdpd.Host().hostname()}: 2 pools",
-        "afxdp/pool: primary mode, 0 devices",
+        "afxdp/pool: primary mode, no devices",
         "  has veth0: a pod has it",
-        "afxdp/other: primary mode, 0 devices",
+        "afxdp/other: primary mode, no devices",
         "  passes over veth0: no such device in the host's network namespace",
     ]
 
@@ -376,8 +381,8 @@ def test_check_passes_over_everything_when_a_rule_is_for_the_whole_pool() -> Non
         name="a", mode="primary", devices=(afxdpd.DeviceConfig(name="v"),), requires_unprivileged_bpf=True
     )
     assert list(afxdpd.check_report(afxdpd.PluginConfig(pools=(pool,)), {}, FakeHost(), {})) == [
-        "node node-1: 1 pools",
-        "afxdp/a: primary mode, 0 devices",
+        "node node-1: 1 pool",
+        "afxdp/a: primary mode, no devices",
         "  passes over everything: requiresUnprivilegedBpf: kernel.unprivileged_bpf_disabled is not 0 on this node",
     ]
     assert list(afxdpd.check_report(afxdpd.PluginConfig(pools=()), {}, FakeHost(), {})) == ["node node-1: no pools"]

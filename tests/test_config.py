@@ -624,7 +624,7 @@ def test_key_is_warned_of_when_it_is_there_twice(tmp_path: Path, caplog: pytest.
 
 def test_file_is_refused_when_it_is_not_there(tmp_path: Path) -> None:
     """A missing file is told in the system's words."""
-    assert errors_of(tmp_path / "absent.json") == ["No such file or directory"]
+    assert errors_of(tmp_path / "absent.json") == ["No such file or directory: name the configuration with --config"]
 
 
 def test_file_is_refused_when_it_is_a_directory(tmp_path: Path) -> None:

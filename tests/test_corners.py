@@ -756,9 +756,9 @@ def test_check_tells_of_the_kind_network_when_it_is_still_to_be_made() -> None:
     config = PluginConfig(pools=pools(rules).pools, kind_cluster=True)
     words = "kindCluster: veth6, veth8, veth10, veth12 are made for pods when the daemon starts"
     assert list(check_report(config, {}, FakeHost(), {}))[:3] == [
-        "node node-1: 1 pools",
+        "node node-1: 1 pool",
         words,
-        "afxdp/pool: primary mode, 0 devices",
+        "afxdp/pool: primary mode, no devices",
     ]
     assert words not in list(check_report(PluginConfig(pools=config.pools), {}, FakeHost(), {}))
     network = FakeNetwork()

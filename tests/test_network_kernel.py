@@ -69,6 +69,11 @@ def assert_agrees() -> dict[str, afxdpd.NetDevice]:
     ours = afxdpd.Network().devices()
     theirs = {link["ifname"]: link for link in ip_json("address")}
     ways_out = set(default_devices())
+    addressed = {name for name, link in theirs.items() if any(a["scope"] != "link" for a in link["addr_info"])}
+    for name, link in theirs.items():  # what is on top of a device counts for it
+        if link.get("linkinfo", {}).get("info_kind") == "macvlan":
+            for marked in (ways_out, addressed):
+                marked.update({link["link"]} if name in marked else ())
     assert ours.keys() == theirs.keys()
     for name, device in ours.items():
         link = theirs[name]
@@ -79,8 +84,7 @@ def assert_agrees() -> dict[str, afxdpd.NetDevice]:
         assert device.driver == link.get("linkinfo", {}).get("info_kind", "")
         assert device.master == (theirs[link["master"]]["ifindex"] if "master" in link else 0)
         assert device.peer_elsewhere == ("link_netnsid" in link)
-        addresses = [address for address in link["addr_info"] if address["scope"] != "link"]
-        assert device.addressed == bool(addresses)
+        assert device.addressed == (name in addressed)
         assert device.default_route == (name in ways_out)
         assert device.xdp_prog_id == link.get("xdp", {}).get("prog", {}).get("id", 0)
     return ours
@@ -188,6 +192,17 @@ def test_link_stays_open_when_its_program_is_replaced(kernel: Kernel) -> None:
         assert xdp.ifindex(old) == xdp.ifindex(new) != 0
         assert old.xskmap.fileno() == -1
         assert new.map_id != old.map_id
+
+
+def test_device_counts_as_used_when_something_on_top_of_it_is(kernel: Kernel) -> None:
+    """The default route and the addresses of a device on top of another are that one's, too."""
+    ip_batch(f"{PLAYGROUND}\nroute del default table 77\nlink set afv0.7 up\naddress add 10.9.7.1/24 dev afv0.7\n")
+    ours = assert_agrees()
+    assert (ours["afv0.7"].lower, ours["afv0"].lower) == (ours["afv0"].ifindex, 0)
+    assert (ours["afv0"].addressed, ours["afv0"].default_route) == (True, False)
+    ip_batch("route add default via 10.9.7.2 dev afv0.7\n")
+    ours = assert_agrees()
+    assert {name for name, device in ours.items() if device.default_route} == {"afv0", "afv0.7"}
 
 
 def test_device_is_refused_when_there_is_none(kernel: Kernel) -> None:
