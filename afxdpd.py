@@ -3887,7 +3887,7 @@ class PodResources:
     to know. Two questions are at least `BUSY` apart: kubelet answers so many in a second and then refuses.
     """
 
-    BUSY, IDLE = 0.1, 10.0
+    BUSY, IDLE = 0.1, 12.5  # the latter at most: with jitter it is ten seconds at least
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -927,7 +927,7 @@ async def test_pod_resources_view_is_empty_when_no_pod_is_listed(
 async def test_pod_resources_asks_at_growing_intervals_when_more_is_wanted(
     autojump_clock: MockClock, kubelet: FakeKubelet, pod_resources: PodResources
 ) -> None:
-    """After a hurry it asks at once, then after gaps that double up to ten seconds, as long as a subscriber wants."""
+    """After a hurry it asks at once, then after gaps that double to ten seconds and more, while a subscriber wants."""
     with pod_resources.subscribed(lambda _: True):
         await trio.sleep(3600)
         assert kubelet.lists == []
@@ -938,10 +938,11 @@ async def test_pod_resources_asks_at_growing_intervals_when_more_is_wanted(
             await trio.sleep(100)
             assert kubelet.lists[0] == started
             gaps = [after - before for before, after in zip(kubelet.lists, kubelet.lists[1:], strict=False)]
-            nominal = [min(0.1 * 2**number, 10) for number in range(len(gaps))]
+            nominal = [min(0.1 * 2**number, PodResources.IDLE) for number in range(len(gaps))]
             for gap, expected in zip(gaps, nominal, strict=True):
                 assert 0.8 * expected <= gap - PodResources.BUSY <= 1.2 * expected
             assert len(gaps) > 10
+            assert min(gaps[8:]) >= 10
 
 
 async def test_pod_resources_asks_no_more_when_nobody_wants_it(
