@@ -60,8 +60,9 @@ print(json.dumps([before, snapshot(), sorted(sys.modules)]))
 def test_import_starts_and_changes_nothing(tmp_path: Path) -> None:
     """No thread, descriptor, signal, handler, hook, limit or variable is another one; of levels only purerpc's."""
     line = [sys.executable, "-P", "-c", SNAPSHOT]
-    result = subprocess.run(line, capture_output=True, text=True, timeout=30, check=True, cwd=tmp_path)
+    result = subprocess.run(line, capture_output=True, text=True, timeout=30, check=True, cwd=tmp_path, umask=0o027)
     before, after, modules = json.loads(result.stdout)
+    assert before["umask"] == 0o027, "not one that pytest's own import has changed"
     assert (before["levels"].pop("root"), after["levels"].pop("root")) == (30, 30)
     assert (before.pop("levels"), after.pop("levels")) == ({}, {"purerpc": 40})
     assert after == before
