@@ -5629,8 +5629,8 @@ class PoolManager(ResourceServer):
                 for name in self._orphans.difference(self.allocated()):
                     shutil.rmtree(self._uds_dir / name, ignore_errors=True)
                 self._orphans.clear()
-                for device in list(self.devices.values()):
-                    self._settle(device)  # what was left behind has waited for this
+                for device in [device for device in self.devices.values() if self._has_leftover(device)]:
+                    self._settle(device)  # which has waited for this
         joined: dict[tuple[Owner, ...], Allocation] = {}
         here = {net.xdp_prog_id for net in self._host_devices()}
         for device in list(self.devices.values()):
