@@ -158,6 +158,8 @@ HOOK_TIMEOUT = 10.0
 """Seconds for the short calls of the device plugin API."""
 LIST_TIMEOUT = 5.0
 """Seconds for one List of the pod resources API."""
+FILES_ROOM = 1 << 14
+"""Descriptors for which there is room from the start; it takes 128 KiB."""
 LIST_MAX = 16 << 20
 """Bytes in its answer; kubelet's own client takes no more either."""
 
@@ -255,6 +257,8 @@ RTMGRP_IPV4_IFADDR, RTMGRP_IPV4_ROUTE = 0x10, 0x40
 RTMGRP_IPV6_IFADDR, RTMGRP_IPV6_ROUTE = 0x100, 0x400
 RTMGRP_NEXTHOP = 1 << 31
 """Types and multicast groups of rtnetlink(7)."""
+PAIRS = ("veth", "netkit", "vxcan")
+"""Kinds of devices that come in pairs."""
 XDP_MODES = ("", "native", "generic", "offloaded", "several")
 """Our names of the values of IFLA_XDP_ATTACHED, see linux/if_link.h."""
 
@@ -322,7 +326,7 @@ class NetDevice:
         xdp_mode, xdp_prog_id: What is attached to it, by whomever; None and 0 for nothing.
         default_route: Whether a default route (IPv4 or IPv6, any table) leaves through it.
         addressed: Whether it has an IP address; the link-local IPv6 address, which any device gets, does not count.
-            For both counts what is made on top of it, too, such as a VLAN.
+            For both counts what is made on top of it, too, such as a VLAN, and the bridge of that.
         lower: ifindex of the device that it is made on top of, 0 for none.
     """
 
@@ -371,6 +375,7 @@ class Network:
     def __init__(self, sysfs: Path = SYSFS) -> None:
         self._sysfs = sysfs
         self._hardware: dict[int, tuple[str, str, str, str]] = {}  # ifindex → name, driver, bus, pci
+        self._nexthops = False  # whether a default route leads through a nexthop object
 
     def device(self, ifindex: int) -> NetDevice:
         """One device, without its routes. Blocks.
@@ -402,8 +407,11 @@ class Network:
                     events.bind((0, groups))
                     table, routes, addresses = await trio.to_thread.run_sync(self._dump_all)
                     told: dict[str, NetDevice] | None = None
+                    stale = False
                     while True:
                         begun = trio.current_time()
+                        if stale:
+                            routes = await trio.to_thread.run_sync(self._default_routes)
                         named = self._named(table, routes, addresses)
                         if named != told:
                             yield named
@@ -411,8 +419,7 @@ class Network:
                         await trio.sleep(trio.current_time() - begun)
                         touched, default_route = await self._receive(events, table, addresses)
                         # The kernel tells nothing of a route that goes with its device's state or address.
-                        if default_route or touched & routes:
-                            routes = await trio.to_thread.run_sync(self._default_routes)
+                        stale = default_route or bool(touched & routes)
             except OSError as exc:
                 if exc.errno == errno.ENOBUFS:
                     log.warning("netlink: events were lost, asking for all devices again")
@@ -467,18 +474,17 @@ class Network:
             elif kind in (RTM_NEWROUTE, RTM_DELROUTE):
                 default_route = default_route or message[17] == 0  # rtm_dst_len
             elif kind in (RTM_NEWNEXTHOP, RTM_DELNEXTHOP):
-                default_route = True  # a route through it goes without a word
+                default_route = default_route or self._nexthops  # a route through it goes without a word
         return touched, default_route
 
     @staticmethod
     def _named(table: dict[int, NetDevice], routes: set[int], addresses: dict[int, set[bytes]]) -> dict[str, NetDevice]:
         with_route, with_address = set(routes), {ifindex for ifindex, found in addresses.items() if found}
-        for ifindex, device in table.items():
-            for marked in (with_route, with_address):
-                below: NetDevice | None = device
-                while ifindex in marked and below is not None and below.lower not in marked:
-                    marked.add(below.lower)
-                    below = table.get(below.lower)
+        below = [(device.ifindex, device.lower) for device in table.values() if device.lower]
+        below += [(device.master, device.ifindex) for device in table.values() if device.master]
+        for marked in (with_route, with_address):
+            while more := {lower for upper, lower in below if upper in marked and lower not in marked}:
+                marked |= more
         named = {}
         for ifindex, device in table.items():
             default_route, addressed = ifindex in with_route, ifindex in with_address
@@ -518,7 +524,8 @@ class Network:
                         length, ifindex = struct.unpack_from("=H2xi", hops)  # rtnexthop
                         found.add(ifindex)
                         hops = hops[(max(length, 8) + 3) & ~3 :]
-        if nexthops - {0}:
+        self._nexthops = bool(nexthops - {0})
+        if self._nexthops:
             found |= self._devices_of(nexthops)
         return found - {0}
 
@@ -606,8 +613,8 @@ class Network:
             ifindex=ifindex,
             queues=self._number(link.get(32)) or 1,  # IFLA_NUM_RX_QUEUES
             master=self._number(link.get(10)),  # IFLA_MASTER
-            # IFLA_LINK, which is a veth's other end, and means nothing where it is in another namespace.
-            lower=0 if kind == "veth" or 37 in link else self._number(link.get(5)),
+            # IFLA_LINK, which is the other end of a pair, and means nothing where it is in another namespace.
+            lower=0 if kind in PAIRS or 37 in link else self._number(link.get(5)),
             mac=link.get(1, b"").hex(":"),  # IFLA_ADDRESS
             driver=driver,
             bus=bus,
@@ -769,8 +776,8 @@ class Xdp:
     def renew(self, attachment: Attachment) -> Attachment:
         """Puts a new program with a new, empty map behind the link, wherever its device is. Blocks.
 
-        The new attachment takes over the link, and the old map is closed; its former holders can no longer affect the
-        device.
+        The new attachment takes over the link; the old map stays its owner's to close. Former holders of that can no
+        longer affect the device.
 
         Raises:
             OSError: ENOLINK where the device no longer exists; the old attachment is then as it was.
@@ -785,7 +792,6 @@ class Xdp:
             except OSError:
                 xskmap.close()
                 raise
-        attachment.xskmap.close()
         return renewed
 
     def ifindex(self, attachment: Attachment) -> int:
@@ -4449,10 +4455,17 @@ class UdsServer:
 
     async def _serve_session(self, connection: socket.socket, connected: bool = False) -> None:
         try:
-            with trio.move_on_after(self._idle_timeout) as idle:
-                await self._converse(connection, idle, connected)
-            if idle.cancelled_caught:
-                self._say(logging.INFO, "connection closed: silent for %g s", self._idle_timeout)
+            session = _Session(connection, connected, trio.current_time(), trio.current_time() + self._idle_timeout)
+            while True:
+                with trio.move_on_at(session.idle_at) as idle:
+                    await self._converse(session, idle)
+                if not idle.cancelled_caught:
+                    break
+                if trio.current_time() >= session.idle_at:  # else a packet came when we were late
+                    if not _is_readable(connection):
+                        self._say(logging.INFO, "connection closed: silent for %g s", self._idle_timeout)
+                        break
+                    session.idle_at = trio.current_time() + self._idle_timeout
         except trio.TooSlowError:
             self._say(logging.WARNING, "connection closed: the pod does not read")
         except OSError as exc:
@@ -4515,12 +4528,13 @@ class UdsServer:
         elif self._said == LINES_MAX + 1:
             log.warning("%s: further lines about its pod in this minute are left out", self._name)
 
-    async def _converse(self, connection: socket.socket, idle: trio.CancelScope, connected: bool) -> None:
+    async def _converse(self, session: _Session, idle: trio.CancelScope) -> None:
         """Answers each packet until the end; `idle` is cancelled when none has come in the idle time."""
-        accepted: float | None = trio.current_time()
+        connection = session.connection
         while True:
             packet = await self._receive(connection)
-            idle.deadline = trio.current_time() + self._idle_timeout  # which is longer than any answer takes
+            # Which is longer than any answer takes.
+            session.idle_at = idle.deadline = trio.current_time() + self._idle_timeout
             if packet.end_of_file:
                 return
             fds = packet.fds
@@ -4528,7 +4542,7 @@ class UdsServer:
                 if packet.truncated:
                     request: Request = Malformed("longer than any request")
                 else:
-                    request = parse_request(packet.data, connected=connected)
+                    request = parse_request(packet.data, connected=session.connected)
                 if not isinstance(request, ConfigBusyPoll):  # nobody needs the files, and an answer may take its time
                     self._files.close(fds)
                     fds = ()
@@ -4536,13 +4550,13 @@ class UdsServer:
             finally:
                 self._files.close(fds)
             log.debug("%s: pid %d: %r: %r", self._name, packet.pid, packet.data, reply)
-            connected = connected or reply == HOST_OK
+            session.connected = session.connected or reply == HOST_OK
             with fd or contextlib.nullcontext():
                 await _send_packet(connection, reply, fd)
             self._counts.requests[type(request), reply] += 1
-            if accepted is not None and reply == FD_ACK:
-                self._counts.seconds.observe(trio.current_time() - accepted)
-                accepted = None
+            if session.accepted is not None and reply == FD_ACK:
+                self._counts.seconds.observe(trio.current_time() - session.accepted)
+                session.accepted = None
             if isinstance(request, Fin):
                 return
             await trio.lowlevel.wait_readable(connection)
@@ -4602,6 +4616,25 @@ class UdsServer:
             self._say(logging.WARNING, "%s: %s", exc.filename, exc.strerror)
             return BUSY_POLL_NAK
         return BUSY_POLL_ACK
+
+
+@dataclass(slots=True)
+class _Session:
+    """A conversation: whether /connect was answered with /host_ok, since when it waits for a map, when it is idle."""
+
+    connection: socket.socket
+    connected: bool
+    accepted: float | None
+    idle_at: float
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    """Whether a packet or the end waits to be received."""
+    try:
+        connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def random_request(chance: random.Random) -> bytes:
@@ -5219,6 +5252,7 @@ class PoolManager(ResourceServer):
         elif attachment.handed_out and (free or device.stale):
             with self._count_errors():
                 device.attachment = await trio.to_thread.run_sync(self.bpf_handler.renew, attachment)
+            attachment.xskmap.close()  # here, where it is handed out, and in no thread
             if device.server is not None:
                 device.server.scope.cancel()
                 device.server = None
@@ -5647,7 +5681,7 @@ class PoolManager(ResourceServer):
                 if allocation.restored and not device.owners:
                     device.allocation = joined.setdefault(owners, allocation)
                 device.owners = owners
-        return not self._adopted or any(device.allocation for device in self.devices.values())
+        return bool(not self._adopted or self._strange or any(device.allocation for device in self.devices.values()))
 
     def _adopt(self, view: PodView) -> None:
         """Takes over what pods have without a pin that says so: after a reboot of the node, or in a raw pool."""
@@ -6199,14 +6233,20 @@ class Observation:
     async def silent_pools(self) -> list[str]:
         """Lines for the pools that serve kubelet, as they think, and do not answer."""
         lines = []
-        for pool in [pool for pool in self._all.values() if pool.grpc_server is not None]:
+
+        async def ask(pool: PoolManager) -> None:
             method, timeout = "v1beta1.DevicePlugin/GetDevicePluginOptions", HEALTH_TIMEOUT
             try:
                 await call_unix(pool.socket_path, method, api.Empty(), api.DevicePluginOptions, timeout=timeout)
             except RpcError as exc:
                 if pool.grpc_server is not None:  # else it has ended meanwhile
                     lines.append(f"{pool.resource}: does not answer: {exc}")
-        return lines
+
+        async with trio.open_nursery() as nursery:
+            for pool in self._all.values():
+                if pool.grpc_server is not None:
+                    nursery.start_soon(ask, pool)
+        return sorted(lines)
 
     async def healthz(self) -> Page:
         """Whether we live: that there is an answer, also on our sockets for kubelet, and nobody has removed others."""
@@ -7306,9 +7346,15 @@ def _share_memory() -> None:
 
 
 def _raise_file_limit() -> None:
-    """Lets this process have as many descriptors as it may: each device takes four."""
+    """Lets this process have as many descriptors as it may: each device takes four.
+
+    There is room for many at once. Later, when there are threads, the kernel makes more by waiting for an RCU grace
+    period, in the middle of an Allocate.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with Fd(os.open("/", os.O_PATH | os.O_CLOEXEC)) as root:
+        Fd(fcntl.fcntl(root.fileno(), fcntl.F_DUPFD_CLOEXEC, min(hard, FILES_ROOM) - 1)).close()
 
 
 if __name__ == "__main__":

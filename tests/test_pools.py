@@ -972,6 +972,32 @@ async def test_nothing_is_taken_or_deleted_when_kubelet_lists_what_can_be_no_dev
     assert said[0].isprintable()
 
 
+async def test_device_is_its_pods_when_what_kept_it_from_being_taken_has_gone(bench: Bench) -> None:
+    """kubelet is asked on while it lists a device that nobody may take, and the pod has it when it may be taken."""
+    async with bench.running("veth0"):
+        bench.show("veth0", dataclasses.replace(net("veth1"), default_route=True))
+        assert bench.list_pods(trio.current_time(), "veth1"), "somebody wants further answers"
+        assert "veth1" not in bench.pool.devices
+        bench.show("veth0", "veth1")
+        bench.list_pods(trio.current_time(), "veth1")
+        await eventually(lambda: bench.path("veth1").is_socket())
+
+
+async def test_answer_is_given_when_the_daemon_is_late(bench: Bench, mock_clock: MockClock) -> None:
+    """A request that came before the idle time was over is answered, and the conversation goes on."""
+    async with bench.running("veth0"):
+        await bench.allocate(["veth0"])
+        bench.owned("veth0")
+        async with connected(bench.path("veth0")) as session:
+            assert await session.ask(b"/connect,pod-x") == b"/host_ok"
+            for _ in range(3):
+                await session.send(b"/version")
+                mock_clock.jump(31)  # as after a process was stopped
+                assert (await session.receive())[0] == b"0.1"
+            mock_clock.jump(31)
+            assert await session.is_over()
+
+
 async def test_device_says_whose_program_it_carries_when_names_were_exchanged(bench: Bench) -> None:
     """Nobody is told to detach the program of a running pod."""
     async with bench.running("veth0", "veth1"):
