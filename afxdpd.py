@@ -7353,7 +7353,7 @@ def _raise_file_limit() -> None:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with Fd(os.open("/", os.O_PATH | os.O_CLOEXEC)) as root:
+    with contextlib.suppress(OSError), Fd(os.open("/", os.O_PATH | os.O_CLOEXEC)) as root:
         Fd(fcntl.fcntl(root.fileno(), fcntl.F_DUPFD_CLOEXEC, min(hard, FILES_ROOM) - 1)).close()
 
 
