@@ -4159,6 +4159,8 @@ def _pool_device_info(
     if isinstance(device, Subfunction):
         topology = get_netdev_topology_info(device.primary, sysfs=sysfs)
         return PoolDeviceInfo(net=net, subfunction=device, topology=topology)
+    if device.driver in PAIRS:  # which is near to nothing, and there can be many
+        return PoolDeviceInfo(net=device)
     return PoolDeviceInfo(net=device, topology=get_netdev_topology_info(device.name, sysfs=sysfs))
 
 
