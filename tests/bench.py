@@ -497,7 +497,7 @@ def measure_release(options: Options, devices: int) -> Iterator[Figure]:
             pods = {f"pod-{name}": [name] for name in names(devices)}
             sockets = node.allocate(*pods.values())["sockets"]
             node.kubelet("pods", resource=node.resource, pods=pods, others=1)
-            time.sleep(POD_START)
+            time.sleep(POD_START)  # what happens meanwhile in life
             for name in names(devices):
                 del pods[f"pod-{name}"]
                 node.kubelet("pods", resource=node.resource, pods=pods, others=1)
@@ -520,12 +520,12 @@ def measure_release_listed(options: Options, devices: int) -> Iterator[Figure]:
             raise LacksError("its answer to Allocate mounts no socket")
         node.kubelet("pods", resource=node.resource, pods=pods, others=1)
         plugin.settle()
-        time.sleep(65)  # the pods' lives
+        time.sleep(65)  # the pods' lives: nothing is released in the first minute, which is not to be measured here
         node.kubelet("pods", resource=node.resource, pods={}, others=1)
         begun = time.monotonic()
         samples: list[float] = []
         while sockets and time.monotonic() < begun + RELEASE_BOUND:
-            time.sleep(0.05)
+            time.sleep(0.05)  # how exact the figure is; no plugin tells when it has released a device
             gone = [name for name, path in sockets.items() if not os.path.exists(path)]
             samples += [time.monotonic() - begun for name in gone if sockets.pop(name)]
     if sockets:
@@ -586,7 +586,7 @@ def rest(plugin: Plugin) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         before = plugin.cpu()
-        time.sleep(3)
+        time.sleep(3)  # the time over which it is looked whether it rests
         if plugin.cpu() - before < 0.001:
             return
 
@@ -600,7 +600,7 @@ def measure_idle(options: Options, devices: int) -> Iterator[Figure]:
     def idle(plugin: Plugin, name: str, what: str) -> Iterator[Figure]:
         rest(plugin)
         cpu, switches, begun = plugin.cpu(), plugin.switches(), time.monotonic()
-        time.sleep(seconds)
+        time.sleep(seconds)  # the time over which idleness is measured
         passed = time.monotonic() - begun
         used = [100 * (plugin.cpu() - cpu) / passed]
         woken = [60 * (plugin.switches() - switches) / passed]
